@@ -1,0 +1,86 @@
+"""What a public op checks at its door: sizes by the letters in the names, devices, dtypes."""
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def bind(**named: Tensor | None) -> SimpleNamespace:
+    """Read every axis from the suffix of each name and return the sizes as attributes.
+
+    `bind(v_bsmhp=v, da_bsh=da)` gives `.b .s .m .h .p`. A digit is an axis of exactly that size, `None` is skipped.
+    Raises `ValueError` when a rank, a shared axis or a device does not fit.
+    """
+    sizes: dict[str, int] = {}
+    seen_in: dict[str, str] = {}
+    first: tuple[str, torch.device] | None = None
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        axes = name.rsplit("_", 1)[-1]
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} has to be a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != len(axes):
+            raise ValueError(f"{name} needs {len(axes)} axes ({', '.join(axes)}), got shape {tuple(tensor.shape)}")
+        for axis, size in zip(axes, tensor.shape, strict=True):
+            if axis.isdigit():
+                if size != int(axis):
+                    raise ValueError(f"{name} needs size {axis} where it has {size} (shape {tuple(tensor.shape)})")
+                continue
+            if axis in sizes and sizes[axis] != size:
+                raise ValueError(f"axis '{axis}' is {size} in {name} but {sizes[axis]} in {seen_in[axis]}")
+            if axis not in sizes:
+                sizes[axis], seen_in[axis] = size, name
+        if first is None:
+            first = (name, tensor.device)
+        elif tensor.device != first[1]:
+            raise ValueError(f"{name} is on {tensor.device} but {first[0]} on {first[1]}; move them to one device")
+    return SimpleNamespace(**sizes)
+
+
+def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None] | None = None) -> torch.dtype:
+    """Check dtypes and return the one to compute in: float64 for float64, float32 for everything else.
+
+    The tensors of `same` share one dtype. Those of `wider` (decays, weights, states) may also be float32.
+    Float64 is everywhere or nowhere: a mixture would lose silently what the caller asked for.
+    """
+    given = {name: tensor for name, tensor in {**same, **(wider or {})}.items() if tensor is not None}
+    for name, tensor in given.items():
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"{name} is {tensor.dtype}, expected float16, bfloat16, float32 or float64")
+    first = next(name for name, tensor in same.items() if tensor is not None)
+    dtype = given[first].dtype
+    for name, tensor in given.items():
+        if name in same and tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype} but {first} is {dtype}; cast one of them")
+        if (tensor.dtype == torch.float64) != (dtype == torch.float64):
+            raise ValueError(f"{name} is {tensor.dtype} but {first} is {dtype}; use float64 for all of them or for none")
+    return torch.promote_types(dtype, torch.float32)
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Switch autocast off: decays, sums and states need at least float32 whatever the surroundings say."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def check_segments(segments_bs: Tensor) -> None:
+    """Segment ids are integers that never decrease along a row."""
+    if segments_bs.is_floating_point() or segments_bs.is_complex() or segments_bs.dtype == torch.bool:
+        raise ValueError(f"segments_bs has to hold integer ids, got {segments_bs.dtype}")
+    if torch.compiler.is_compiling() or segments_bs.shape[1] < 2:
+        return
+    falls_bs = segments_bs[:, 1:] < segments_bs[:, :-1]
+    if bool(falls_bs.any()):
+        row, token = (int(i) for i in falls_bs.nonzero()[0])
+        before, after = (int(i) for i in segments_bs[row, token : token + 2])
+        raise ValueError(
+            f"segments_bs falls from {before} to {after} at token {token + 1} of row {row}; "
+            "ids must not decrease, and a later segment needs an id of its own"
+        )
