@@ -1,0 +1,175 @@
+"""Short depthwise causal convolution with a carried window."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambakit.ops.shapes import bind, check_floats, check_segments
+
+
+def causal_conv(
+    x_bsv: Tensor,
+    weight_vk: Tensor,
+    bias_v: Tensor | None = None,
+    window_bvk: Tensor | None = None,
+    *,
+    segments_bs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`y_t = bias + sum_q weight[q] x_{t-(k-1)+q}` per channel, without activation.
+
+    `window_bvk` holds the `k` inputs before `x`, oldest first (None: zeros). Returns `y_bsv` and the window for the
+    next call, so splitting the sequence anywhere gives the same result as one call. `y` has the dtype of `x`; a given
+    window keeps its own. Sums are at least float32.
+
+    With `segments_bs` a tap counts only inside the segment of its output; the entering window belongs to the segment of
+    the first token, and the returned one is zero before the segment of the last token.
+    """
+    size = bind(x_bsv=x_bsv, weight_vk=weight_vk, bias_v=bias_v, window_bvk=window_bvk, segments_bs=segments_bs)
+    check_floats({"x_bsv": x_bsv}, {"weight_vk": weight_vk, "bias_v": bias_v, "window_bvk": window_bvk})
+    if size.k < 1:
+        raise ValueError(f"weight_vk needs at least one tap, got shape {tuple(weight_vk.shape)}")
+    if segments_bs is not None:
+        check_segments(segments_bs)
+    if size.s == 1:
+        return convolve_one_token(x_bsv, weight_vk, bias_v, window_bvk)
+    if size.s == 0:
+        segments_bs = None
+    y_bsv = convolve(x_bsv, weight_vk, bias_v, window_bvk, segments_bs)
+    return y_bsv, last_inputs(x_bsv, window_bvk, size.k, segments_bs)
+
+
+def convolve_one_token(
+    x_b1v: Tensor, weight_vk: Tensor, bias_v: Tensor | None, window_bvk: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    window_bvk = last_inputs(x_b1v, window_bvk, weight_vk.shape[1], None)
+    wide = torch.promote_types(x_b1v.dtype, torch.float32)
+    y_bv = (window_bvk.to(wide) * weight_vk).sum(dim=2)
+    if bias_v is not None:
+        y_bv = y_bv + bias_v
+    return y_bv.to(x_b1v.dtype)[:, None], window_bvk
+
+
+def convolve(
+    x_bsv: Tensor, weight_vk: Tensor, bias_v: Tensor | None, window_bvk: Tensor | None, segments_bs: Tensor | None
+) -> Tensor:
+    s, k = x_bsv.shape[1], weight_vk.shape[1]
+    if window_bvk is None:
+        return Correlate.apply(x_bsv, weight_vk, bias_v, segments_bs, segments_bs, s, k - 1)
+    x_bSv = torch.cat((window_bvk[:, :, 1:].mT, x_bsv), dim=1)
+    segments_bS = None
+    if segments_bs is not None:
+        segments_bS = torch.cat((segments_bs[:, :1].expand(-1, k - 1), segments_bs), dim=1)
+    return Correlate.apply(x_bSv, weight_vk, bias_v, segments_bS, segments_bs, s, 0).to(x_bsv.dtype)
+
+
+def last_inputs(x_bsv: Tensor, window_bvk: Tensor | None, k: int, segments_bs: Tensor | None) -> Tensor:
+    """The last `k` columns of `cat(window, x)`, zero outside the last token's segment; never a view of `x`."""
+    b, s, v = x_bsv.shape
+    last_bkv = x_bsv[:, -k:]
+    if s < k:
+        older_bkv = x_bsv.new_zeros(b, k - s, v) if window_bvk is None else window_bvk[:, :, s:].mT
+        last_bkv = torch.cat((older_bkv, last_bkv), dim=1)
+    if segments_bs is not None:
+        same_bk = segments_bs[:, -k:] == segments_bs[:, -1:]
+        same_bk = torch.cat((same_bk[:, :1].expand(-1, k - same_bk.shape[1]), same_bk), dim=1)
+        last_bkv = last_bkv.masked_fill(~same_bk[:, :, None], 0)
+    dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype
+    return last_bkv.mT.to(dtype).clone(memory_format=torch.contiguous_format)
+
+
+def overlaps(x_len: int, y_len: int, k: int, before: int) -> Iterator[tuple[int, slice, slice]]:
+    """Per tap: the outputs it adds to and the inputs it reads for them."""
+    for tap in range(k):
+        first, end = max(0, before - tap), min(y_len, x_len + before - tap)
+        if first < end:
+            yield tap, slice(first, end), slice(first + tap - before, end + tap - before)
+
+
+def read(x_bSv: Tensor, x_ids_bS: Tensor | None, y_ids_bs: Tensor | None, inputs: slice, outputs: slice) -> Tensor:
+    """One tap's inputs, zero where the output is in another segment."""
+    if x_ids_bS is None or y_ids_bs is None:
+        return x_bSv[:, inputs]
+    same_bs1 = (x_ids_bS[:, inputs] == y_ids_bs[:, outputs])[:, :, None]
+    return torch.where(same_bs1, x_bSv[:, inputs], 0)
+
+
+class Correlate(torch.autograd.Function):
+    """`y_t = bias + sum_q weight[q] x_{t+q-before}` for `t < y_len`, with zeros around `x`.
+
+    The gradient of `x` is the same operation with reversed taps, that of `weight` is `TapProducts`, and the other way
+    round: any order of derivative exists, and only the inputs are kept for it. Both work in the layout of `x`, where
+    `conv1d` would transpose.
+    """
+
+    @staticmethod
+    def forward(
+        x_bSv: Tensor,
+        weight_vk: Tensor,
+        bias_v: Tensor | None,
+        x_ids_bS: Tensor | None,
+        y_ids_bs: Tensor | None,
+        y_len: int,
+        before: int,
+    ) -> Tensor:
+        b, x_len, v = x_bSv.shape
+        wide = torch.promote_types(x_bSv.dtype, torch.float32)
+        weight_kv = weight_vk.to(wide).mT.contiguous()
+        y_bsv = torch.zeros(b, y_len, v, dtype=wide, device=x_bSv.device)
+        if bias_v is not None:
+            y_bsv += bias_v
+        for tap, outputs, inputs in overlaps(x_len, y_len, weight_vk.shape[1], before):
+            y_bsv[:, outputs].addcmul_(read(x_bSv, x_ids_bS, y_ids_bs, inputs, outputs), weight_kv[tap])
+        return y_bsv.to(x_bSv.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x_bSv, weight_vk, bias_v, x_ids_bS, y_ids_bs, _, ctx.before = inputs
+        ctx.bias_dtype = None if bias_v is None else bias_v.dtype
+        ctx.save_for_backward(x_bSv, weight_vk, x_ids_bS, y_ids_bs)
+
+    @staticmethod
+    def backward(ctx: Any, d_y_bsv: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - one output
+        x_bSv, weight_vk, x_ids_bS, y_ids_bs = ctx.saved_tensors
+        x_len, k, before = x_bSv.shape[1], weight_vk.shape[1], ctx.before
+        d_x_bSv = d_weight_vk = d_bias_v = None
+        if ctx.needs_input_grad[0]:
+            d_x_bSv = Correlate.apply(d_y_bsv, weight_vk.flip(1), None, y_ids_bs, x_ids_bS, x_len, k - 1 - before)
+        if ctx.needs_input_grad[1]:
+            d_weight_vk = TapProducts.apply(d_y_bsv, x_bSv, y_ids_bs, x_ids_bS, k, before).to(weight_vk.dtype)
+        if ctx.needs_input_grad[2]:
+            wide = torch.promote_types(d_y_bsv.dtype, torch.float32)
+            d_bias_v = d_y_bsv.sum(dim=(0, 1), dtype=wide).to(ctx.bias_dtype)
+        return d_x_bSv, d_weight_vk, d_bias_v, None, None, None, None
+
+
+class TapProducts(torch.autograd.Function):
+    """`weight[q] = sum_t y_t x_{t+q-before}` over batch and time, per channel: the gradient of `Correlate`'s weight."""
+
+    @staticmethod
+    def forward(
+        y_bsv: Tensor, x_bSv: Tensor, y_ids_bs: Tensor | None, x_ids_bS: Tensor | None, k: int, before: int
+    ) -> Tensor:
+        wide = torch.promote_types(x_bSv.dtype, torch.float32)
+        weight_kv = torch.zeros(k, x_bSv.shape[2], dtype=wide, device=x_bSv.device)
+        # One buffer for all taps: fresh pages for every product cost more than the product.
+        product_bsv = torch.empty_like(y_bsv, dtype=wide)
+        for tap, outputs, inputs in overlaps(x_bSv.shape[1], y_bsv.shape[1], k, before):
+            tap_bsv = read(x_bSv, x_ids_bS, y_ids_bs, inputs, outputs)
+            torch.mul(y_bsv[:, outputs], tap_bsv, out=product_bsv[:, outputs])
+            weight_kv[tap] = product_bsv[:, outputs].sum(dim=(0, 1))
+        return weight_kv.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        y_bsv, x_bSv, y_ids_bs, x_ids_bS, _, ctx.before = inputs
+        ctx.save_for_backward(y_bsv, x_bSv, y_ids_bs, x_ids_bS)
+
+    @staticmethod
+    def backward(ctx: Any, d_weight_vk: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - one output
+        y_bsv, x_bSv, y_ids_bs, x_ids_bS = ctx.saved_tensors
+        s, S, k, before = y_bsv.shape[1], x_bSv.shape[1], d_weight_vk.shape[1], ctx.before
+        d_y_bsv = Correlate.apply(x_bSv, d_weight_vk, None, x_ids_bS, y_ids_bs, s, before)
+        d_x_bSv = Correlate.apply(y_bsv, d_weight_vk.flip(1), None, y_ids_bs, x_ids_bS, S, k - 1 - before)
+        return d_y_bsv, d_x_bSv, None, None, None, None

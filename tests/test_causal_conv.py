@@ -1,0 +1,194 @@
+"""The short convolution equals a plain loop: values, window, every gradient, any split, segments, any dtype."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compare import GRADIENT, VALUE, check, gradients, leaves
+from mambakit.ops.causal_conv import causal_conv
+from oracles.elementwise import conv_loop
+
+LENGTHS = [0, 1, 2, 3, 4, 17]
+
+
+def make_inputs(b: int = 2, s: int = 17, v: int = 3, k: int = 4, dtype: torch.dtype = torch.float64):
+    shapes = {"x_bsv": (b, s, v), "weight_vk": (v, k), "bias_v": (v,), "window_bvk": (b, v, k)}
+    return {name: torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+
+
+def named(y_bsv: Tensor, window_bvk: Tensor) -> dict[str, Tensor]:
+    return {"y": y_bsv, "window": window_bvk}
+
+
+def agree(got: dict[str, Tensor], want: dict[str, Tensor], got_in: dict[str, Tensor], want_in: dict[str, Tensor]):
+    """Values and all gradients under independent heads on both outputs."""
+    heads = {name: torch.randn_like(tensor) for name, tensor in want.items()}
+    check(VALUE[torch.float64], got, want)
+    check(GRADIENT[torch.float64], gradients(got, heads, got_in), gradients(want, heads, want_in))
+
+
+@pytest.mark.parametrize("without", [(), ("bias_v",), ("window_bvk",), ("bias_v", "window_bvk")])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("s", LENGTHS)
+def test_equals_the_loop(s: int, k: int, without: tuple[str, ...]):
+    tensors = {name: t for name, t in make_inputs(s=s, k=k).items() if name not in without}
+    mine, loop = leaves(tensors), leaves(tensors)
+    agree(named(*causal_conv(**mine)), named(*conv_loop(**loop)), mine, loop)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("cut", [0, 1, 2, 3, 8, 16, 17])
+def test_split_with_the_window_equals_the_whole(cut: int, k: int):
+    tensors = make_inputs(k=k)
+    parts, whole = leaves(tensors), leaves(tensors)
+    x_bsv, weight_vk, bias_v, window_bvk = parts.values()
+    first_bsv, window_bvk = causal_conv(x_bsv[:, :cut], weight_vk, bias_v, window_bvk)
+    rest_bsv, window_bvk = causal_conv(x_bsv[:, cut:], weight_vk, bias_v, window_bvk)
+    got = named(torch.cat((first_bsv, rest_bsv), dim=1), window_bvk)
+    agree(got, named(*causal_conv(**whole)), parts, whole)
+
+
+@pytest.mark.parametrize("with_window", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("cuts", [[5], [1, 2, 3], [3, 16], [9, 10, 14], []])
+def test_segments_equal_separate_runs(cuts: list[int], k: int, with_window: bool):
+    tensors = make_inputs(k=k)
+    if not with_window:
+        del tensors["window_bvk"]
+    packed, apart = leaves(tensors), leaves(tensors)
+    ids = torch.bucketize(torch.arange(17), torch.tensor(cuts, dtype=torch.long), right=True)
+    got = causal_conv(**packed, segments_bs=(3 * ids - 1).expand(2, -1))
+
+    pieces, last_bvk = [], apart.get("window_bvk")
+    for start, end in zip([0, *cuts], [*cuts, 17], strict=True):
+        entering = last_bvk if start == 0 else None
+        y_bsv, last_bvk = conv_loop(apart["x_bsv"][:, start:end], apart["weight_vk"], apart["bias_v"], entering)
+        pieces.append(y_bsv)
+    assert last_bvk is not None
+    agree(named(*got), named(torch.cat(pieces, dim=1), last_bvk), packed, apart)
+
+
+def test_segments_differ_between_rows():
+    tensors = make_inputs(b=2, s=6)
+    segments_bs = torch.tensor([[0, 0, 1, 1, 1, 1], [4, 4, 4, 4, 4, 7]])
+    y_bsv, window_bvk = causal_conv(**tensors, segments_bs=segments_bs)
+    for row in range(2):
+        alone = {name: t if name in ("weight_vk", "bias_v") else t[row : row + 1] for name, t in tensors.items()}
+        want = named(*causal_conv(**alone, segments_bs=segments_bs[row : row + 1]))
+        check(1e-14, named(y_bsv[row : row + 1], window_bvk[row : row + 1]), want)
+
+
+def test_another_segment_cannot_leak_even_infinities():
+    tensors = make_inputs(s=6)
+    tensors["x_bsv"][:, :3] = torch.inf
+    y_bsv, window_bvk = causal_conv(**tensors, segments_bs=torch.tensor([[0, 0, 0, 1, 1, 1]]).expand(2, -1))
+    assert y_bsv[:, 3:].isfinite().all()
+    assert window_bvk.isfinite().all()
+
+
+@pytest.mark.parametrize("s", [0, 1, 2, 5])
+@pytest.mark.parametrize("k", [1, 3])
+def test_first_and_second_derivatives(s: int, k: int):
+    inputs = tuple(leaves(make_inputs(s=s, k=k, v=2)).values())
+    assert torch.autograd.gradcheck(causal_conv, inputs)
+    assert torch.autograd.gradgradcheck(causal_conv, inputs)
+
+
+def test_derivatives_with_segments():
+    inputs = tuple(leaves(make_inputs(b=1, s=5, k=3, v=2)).values())
+    segments_bs = torch.tensor([[0, 0, 1, 1, 2]])
+
+    def run(*tensors: Tensor):
+        return causal_conv(*tensors, segments_bs=segments_bs)
+
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("s", [1, 17])
+def test_half_precision_sums_in_float32(dtype: torch.dtype, s: int):
+    tensors = make_inputs(s=s, dtype=dtype)
+    mine, loop = leaves(tensors), leaves(tensors, torch.float64)
+    got, want = named(*causal_conv(**mine)), named(*conv_loop(**loop))
+    heads = {name: torch.randn_like(tensor).to(dtype) for name, tensor in want.items()}
+    assert all(tensor.dtype == dtype for tensor in got.values())
+    # Exactly what rounding the exact result once gives, up to one unit in the last place.
+    check(torch.finfo(dtype).eps, got, want)
+    check(4 * torch.finfo(dtype).eps, gradients(got, heads, mine), gradients(want, heads, loop))
+
+
+def test_float32_weights_and_window_under_half_precision_inputs():
+    tensors = make_inputs(dtype=torch.float32) | {"x_bsv": torch.randn(2, 17, 3, dtype=torch.bfloat16)}
+    y_bsv, window_bvk = causal_conv(**tensors)
+    one_bsv, window_one_bvk = causal_conv(**(tensors | {"x_bsv": tensors["x_bsv"][:, :1]}))
+    assert y_bsv.dtype == one_bsv.dtype == torch.bfloat16
+    assert window_bvk.dtype == window_one_bvk.dtype == torch.float32
+    assert torch.equal(y_bsv[:, :1], one_bsv)
+
+
+@pytest.mark.parametrize("s", [1, 17])
+def test_autocast_changes_nothing(s: int):
+    tensors = make_inputs(s=s, dtype=torch.float32)
+    plain, cast = leaves(tensors), leaves(tensors)
+    want = named(*causal_conv(**plain))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = named(*causal_conv(**cast))
+        heads = {name: torch.randn_like(tensor) for name, tensor in want.items()}
+        got_grads = gradients(got, heads, cast)
+    want_grads = gradients(want, heads, plain)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert all(torch.equal(got_grads[name], want_grads[name]) for name in want_grads)
+
+
+@pytest.mark.parametrize("s", [1, 2, 17])
+def test_window_owns_its_memory(s: int):
+    """A cache that is a view would keep the whole sequence alive, or change with it."""
+    tensors = make_inputs(s=s, k=1 if s == 1 else 2)
+    _, window_bvk = causal_conv(**tensors)
+    before = window_bvk.clone()
+    tensors["x_bsv"].zero_()
+    tensors["window_bvk"].zero_()
+    assert window_bvk.is_contiguous()
+    assert torch.equal(window_bvk, before)
+
+
+def test_only_inputs_are_kept_for_the_backward():
+    kept = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    inputs = leaves(make_inputs(s=64))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        causal_conv(inputs["x_bsv"], inputs["weight_vk"], inputs["bias_v"])
+    assert kept <= {tensor.untyped_storage().data_ptr() for tensor in inputs.values()}
+
+
+@given(k=st.integers(1, 5), s=st.integers(1, 12), data=st.data())
+def test_causal_and_no_wider_than_the_kernel(k: int, s: int, data: st.DataObject):
+    t = data.draw(st.integers(0, s - 1))
+    tensors = make_inputs(b=1, s=s, k=k)
+    moved = tensors | {"x_bsv": tensors["x_bsv"].index_fill(1, torch.tensor([t]), 7.0)}
+    changed_s = (causal_conv(**moved)[0] != causal_conv(**tensors)[0]).any(dim=2)[0]
+    assert changed_s.tolist() == [t <= i < t + k for i in range(s)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_vk": torch.zeros(5, 4)}, "axis 'v' is 5 in weight_vk but 3 in x_bsv"),
+        ({"window_bvk": torch.zeros(2, 3, 3)}, "axis 'k' is 3 in window_bvk but 4 in weight_vk"),
+        ({"x_bsv": torch.zeros(17, 3)}, "x_bsv needs 3 axes"),
+        ({"x_bsv": torch.zeros(2, 17, 3, dtype=torch.long)}, "x_bsv is torch.int64"),
+        ({"bias_v": torch.zeros(3, dtype=torch.float64)}, "bias_v is torch.float64 but x_bsv is torch.float32"),
+        ({"weight_vk": torch.zeros(3, 0), "window_bvk": None}, "weight_vk needs at least one tap"),
+        ({"segments_bs": torch.tensor([[1] * 16 + [0]] * 2)}, "segments_bs falls from 1 to 0"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Tensor], message: str):
+    with pytest.raises(ValueError, match=message):
+        causal_conv(**(make_inputs(dtype=torch.float32) | change))
