@@ -54,14 +54,14 @@ def convolve_one_token(
 def convolve(
     x_bsv: Tensor, weight_vk: Tensor, bias_v: Tensor | None, window_bvk: Tensor | None, segments_bs: Tensor | None
 ) -> Tensor:
-    s, k = x_bsv.shape[1], weight_vk.shape[1]
+    k = weight_vk.shape[1]
     if window_bvk is None:
-        return Correlate.apply(x_bsv, weight_vk, bias_v, segments_bs, segments_bs, s, k - 1)
+        return Correlate.apply(x_bsv, weight_vk, bias_v, segments_bs, segments_bs, (k - 1, 0))
     x_bSv = torch.cat((window_bvk[:, :, 1:].mT, x_bsv), dim=1)
     segments_bS = None
     if segments_bs is not None:
         segments_bS = torch.cat((segments_bs[:, :1].expand(-1, k - 1), segments_bs), dim=1)
-    return Correlate.apply(x_bSv, weight_vk, bias_v, segments_bS, segments_bs, s, 0).to(x_bsv.dtype)
+    return Correlate.apply(x_bSv, weight_vk, bias_v, segments_bS, segments_bs, (0, 0)).to(x_bsv.dtype)
 
 
 def last_inputs(x_bsv: Tensor, window_bvk: Tensor | None, k: int, segments_bs: Tensor | None) -> Tensor:
@@ -79,12 +79,18 @@ def last_inputs(x_bsv: Tensor, window_bvk: Tensor | None, k: int, segments_bs: T
     return last_bkv.mT.to(dtype).clone(memory_format=torch.contiguous_format)
 
 
-def overlaps(x_len: int, y_len: int, k: int, before: int) -> Iterator[tuple[int, slice, slice]]:
-    """Per tap: the outputs it adds to and the inputs it reads for them."""
+def overlaps(x_len: int, k: int, pad: tuple[int, int]) -> Iterator[tuple[int, slice, slice]]:
+    """Per tap: the outputs it adds to and the inputs it reads for them, `pad` zeros before and after `x` left out."""
     for tap in range(k):
-        first, end = max(0, before - tap), min(y_len, x_len + before - tap)
+        first = max(0, tap - pad[0])
+        end = x_len - max(0, k - 1 - tap - pad[1])
         if first < end:
-            yield tap, slice(first, end), slice(first + tap - before, end + tap - before)
+            yield tap, slice(first + pad[0] - tap, end + pad[0] - tap), slice(first, end)
+
+
+def mirrored(k: int, pad: tuple[int, int]) -> tuple[int, int]:
+    """The padding that leads from `y` back to `x`."""
+    return k - 1 - pad[0], k - 1 - pad[1]
 
 
 def read(x_bSv: Tensor, x_ids_bS: Tensor | None, y_ids_bs: Tensor | None, inputs: slice, outputs: slice) -> Tensor:
@@ -96,7 +102,7 @@ def read(x_bSv: Tensor, x_ids_bS: Tensor | None, y_ids_bs: Tensor | None, inputs
 
 
 class Correlate(torch.autograd.Function):
-    """`y_t = bias + sum_q weight[q] x_{t+q-before}` for `t < y_len`, with zeros around `x`.
+    """`y_t = bias + sum_q weight[q] x_{t+q-pad[0]}` wherever all taps lie on `x` with `pad` zeros before and after.
 
     The gradient of `x` is the same operation with reversed taps, that of `weight` is `TapProducts`, and the other way
     round: any order of derivative exists, and only the inputs are kept for it. Both work in the layout of `x`, where
@@ -110,52 +116,52 @@ class Correlate(torch.autograd.Function):
         bias_v: Tensor | None,
         x_ids_bS: Tensor | None,
         y_ids_bs: Tensor | None,
-        y_len: int,
-        before: int,
+        pad: tuple[int, int],
     ) -> Tensor:
         b, x_len, v = x_bSv.shape
+        k = weight_vk.shape[1]
         wide = torch.promote_types(x_bSv.dtype, torch.float32)
         weight_kv = weight_vk.to(wide).mT.contiguous()
-        y_bsv = torch.zeros(b, y_len, v, dtype=wide, device=x_bSv.device)
+        y_bsv = torch.zeros(b, x_len + sum(pad) - k + 1, v, dtype=wide, device=x_bSv.device)
         if bias_v is not None:
             y_bsv += bias_v
-        for tap, outputs, inputs in overlaps(x_len, y_len, weight_vk.shape[1], before):
+        for tap, outputs, inputs in overlaps(x_len, k, pad):
             y_bsv[:, outputs].addcmul_(read(x_bSv, x_ids_bS, y_ids_bs, inputs, outputs), weight_kv[tap])
         return y_bsv.to(x_bSv.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_bSv, weight_vk, bias_v, x_ids_bS, y_ids_bs, _, ctx.before = inputs
+        x_bSv, weight_vk, bias_v, x_ids_bS, y_ids_bs, ctx.pad = inputs
         ctx.bias_dtype = None if bias_v is None else bias_v.dtype
         ctx.save_for_backward(x_bSv, weight_vk, x_ids_bS, y_ids_bs)
 
     @staticmethod
     def backward(ctx: Any, d_y_bsv: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - one output
         x_bSv, weight_vk, x_ids_bS, y_ids_bs = ctx.saved_tensors
-        x_len, k, before = x_bSv.shape[1], weight_vk.shape[1], ctx.before
+        k = weight_vk.shape[1]
         d_x_bSv = d_weight_vk = d_bias_v = None
         if ctx.needs_input_grad[0]:
-            d_x_bSv = Correlate.apply(d_y_bsv, weight_vk.flip(1), None, y_ids_bs, x_ids_bS, x_len, k - 1 - before)
+            d_x_bSv = Correlate.apply(d_y_bsv, weight_vk.flip(1), None, y_ids_bs, x_ids_bS, mirrored(k, ctx.pad))
         if ctx.needs_input_grad[1]:
-            d_weight_vk = TapProducts.apply(d_y_bsv, x_bSv, y_ids_bs, x_ids_bS, k, before).to(weight_vk.dtype)
+            d_weight_vk = TapProducts.apply(d_y_bsv, x_bSv, y_ids_bs, x_ids_bS, k, ctx.pad).to(weight_vk.dtype)
         if ctx.needs_input_grad[2]:
             wide = torch.promote_types(d_y_bsv.dtype, torch.float32)
             d_bias_v = d_y_bsv.sum(dim=(0, 1), dtype=wide).to(ctx.bias_dtype)
-        return d_x_bSv, d_weight_vk, d_bias_v, None, None, None, None
+        return d_x_bSv, d_weight_vk, d_bias_v, None, None, None
 
 
 class TapProducts(torch.autograd.Function):
-    """`weight[q] = sum_t y_t x_{t+q-before}` over batch and time, per channel: the gradient of `Correlate`'s weight."""
+    """`weight[q] = sum_t y_t x_{t+q-pad[0]}` over batch and time, per channel: the gradient of `Correlate`'s weight."""
 
     @staticmethod
     def forward(
-        y_bsv: Tensor, x_bSv: Tensor, y_ids_bs: Tensor | None, x_ids_bS: Tensor | None, k: int, before: int
+        y_bsv: Tensor, x_bSv: Tensor, y_ids_bs: Tensor | None, x_ids_bS: Tensor | None, k: int, pad: tuple[int, int]
     ) -> Tensor:
         wide = torch.promote_types(x_bSv.dtype, torch.float32)
         weight_kv = torch.zeros(k, x_bSv.shape[2], dtype=wide, device=x_bSv.device)
         # One buffer for all taps: fresh pages for every product cost more than the product.
         product_bsv = torch.empty_like(y_bsv, dtype=wide)
-        for tap, outputs, inputs in overlaps(x_bSv.shape[1], y_bsv.shape[1], k, before):
+        for tap, outputs, inputs in overlaps(x_bSv.shape[1], k, pad):
             tap_bsv = read(x_bSv, x_ids_bS, y_ids_bs, inputs, outputs)
             torch.mul(y_bsv[:, outputs], tap_bsv, out=product_bsv[:, outputs])
             weight_kv[tap] = product_bsv[:, outputs].sum(dim=(0, 1))
@@ -163,13 +169,13 @@ class TapProducts(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y_bsv, x_bSv, y_ids_bs, x_ids_bS, _, ctx.before = inputs
+        y_bsv, x_bSv, y_ids_bs, x_ids_bS, ctx.k, ctx.pad = inputs
         ctx.save_for_backward(y_bsv, x_bSv, y_ids_bs, x_ids_bS)
 
     @staticmethod
     def backward(ctx: Any, d_weight_vk: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - one output
         y_bsv, x_bSv, y_ids_bs, x_ids_bS = ctx.saved_tensors
-        s, S, k, before = y_bsv.shape[1], x_bSv.shape[1], d_weight_vk.shape[1], ctx.before
-        d_y_bsv = Correlate.apply(x_bSv, d_weight_vk, None, x_ids_bS, y_ids_bs, s, before)
-        d_x_bSv = Correlate.apply(y_bsv, d_weight_vk.flip(1), None, y_ids_bs, x_ids_bS, S, k - 1 - before)
+        back = mirrored(ctx.k, ctx.pad)
+        d_y_bsv = Correlate.apply(x_bSv, d_weight_vk, None, x_ids_bS, y_ids_bs, ctx.pad)
+        d_x_bSv = Correlate.apply(y_bsv, d_weight_vk.flip(1), None, y_ids_bs, x_ids_bS, back)
         return d_y_bsv, d_x_bSv, None, None, None, None
