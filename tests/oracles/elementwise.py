@@ -122,8 +122,10 @@ def norm_loop(
 
 
 def softplus_loop(x: Tensor) -> Tensor:
-    return torch.tensor([math.log1p(math.exp(-abs(value))) + max(value, 0.0) for value in x.double().tolist()]).double()
+    values = [math.log1p(math.exp(-abs(v))) + max(v, 0.0) for v in x.double().tolist()]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def heavy_tail_loop(x: Tensor) -> Tensor:
-    return torch.tensor([1 + v if v >= 0 else 1 / (1 - v) for v in x.double().tolist()]).double()
+    values = [1 + v if v >= 0 else 1 / (1 - v) for v in x.double().tolist()]
+    return torch.tensor(values, dtype=torch.float64)
