@@ -1,0 +1,140 @@
+"""The core: one weighted scan behind Mamba-2 and both pathways of Mamba-3."""
+
+import torch
+from torch import Tensor
+
+from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
+from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
+from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.ssd_recalculated import from_core, ssd_recalculated, to_core
+
+IN_CHUNKS = {"minimal": ssd_minimal, "serial": ssd_serial}
+
+
+def ssd(
+    v_bsmhp: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    da_bsh: Tensor,
+    w_now_bsh: Tensor,
+    w_later_bsh: Tensor,
+    state_bhpr: Tensor | None = None,
+    *,
+    path: SsdPath | None = None,
+    segments_bs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scan `v` into the state and read it back; see docs/math.md, "The core".
+
+        u_t    = sum_m v_t[m] (x) b_t[m]
+        h_t    = exp(da_t) h_{t-1} + w_later_t u_t
+        y_t[m] = (exp(da_t) h_{t-1} + w_now_t u_t) c_t[m]
+
+    `da` holds log-decays (at most 0). B and C come per group of heads: head `i` belongs to group `i // (h / g)`.
+    `segments_bs` are non-decreasing ids of packed sequences; a new id starts from a zero state, and `state_bhpr` (None:
+    zeros) belongs to the first token's. Any length, 0 included. `path=None` is `SsdPath()`.
+
+    Returns `y_bsmhp` in the dtype of `v` and the state after the last token in at least float32. Splitting the sequence
+    anywhere and passing the state on gives the same result as one call, gradients included. Differentiable twice through
+    `minimal` and `serial`, once through `serial_recalculated`. Raises `ValueError` for shapes, dtypes or devices that do
+    not fit together.
+    """
+    size = bind(
+        v_bsmhp=v_bsmhp,
+        b_bsmgr=b_bsmgr,
+        c_bsmgr=c_bsmgr,
+        da_bsh=da_bsh,
+        w_now_bsh=w_now_bsh,
+        w_later_bsh=w_later_bsh,
+        state_bhpr=state_bhpr,
+        segments_bs=segments_bs,
+    )
+    if size.g == 0 or size.h % size.g:
+        raise ValueError(f"axis 'h' is {size.h} in v_bsmhp, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
+    dtype = check_floats(
+        {"v_bsmhp": v_bsmhp, "b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr},
+        {"da_bsh": da_bsh, "w_now_bsh": w_now_bsh, "w_later_bsh": w_later_bsh, "state_bhpr": state_bhpr},
+    )
+    if segments_bs is not None:
+        check_segments(segments_bs)
+    path = SsdPath.of(path)
+    check_backend(path)
+    if state_bhpr is None:
+        state_bhpr = v_bsmhp.new_zeros(size.b, size.h, size.p, size.r, dtype=dtype)
+    state_bhpr = state_bhpr.to(dtype)
+
+    if size.s == 0:
+        return v_bsmhp.clone(), state_bhpr.clone()
+    sequence = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh)
+    with full_precision(v_bsmhp.device):
+        if size.s == 1:
+            return one_token(*(tensor[:, 0].to(dtype) for tensor in sequence), state_bhpr, v_bsmhp.dtype)
+        chunk_len = min(path.chunk_len_or_optimal(size.r, size.p), size.s)
+        if path.algorithm == "serial_recalculated":
+            return ssd_recalculated(*sequence, state_bhpr, segments_bs, chunk_len)
+        chunks = into_chunks(*(tensor.to(dtype) for tensor in sequence), segments_bs, chunk_len)
+        y_bnlmgqp, state_bgrqp = IN_CHUNKS[path.algorithm](chunks, to_core(state_bhpr, size.g))
+        y_bsmhp = y_bnlmgqp.flatten(4, 5).flatten(1, 2)[:, : size.s]
+        return y_bsmhp.to(v_bsmhp.dtype), from_core(state_bgrqp)
+
+
+def check_backend(path: SsdPath) -> None:
+    if path.backend not in ("auto", "torch"):
+        raise ValueError(f'backend "{path.backend}" is not in this version of mambakit; "torch" runs anywhere')
+
+
+def one_token(
+    v_bmhp: Tensor,
+    b_bmgr: Tensor,
+    c_bmgr: Tensor,
+    da_bh: Tensor,
+    w_now_bh: Tensor,
+    w_later_bh: Tensor,
+    state_bhpr: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence itself, for decoding."""
+    groups = b_bmgr.shape[2]
+    v_bmgqp = v_bmhp.unflatten(2, (groups, -1))
+    held_bgqpr = (da_bh.exp()[..., None, None] * state_bhpr).unflatten(1, (groups, -1))
+    write_bgqpr = torch.einsum("bmgqp,bmgr->bgqpr", v_bmgqp, b_bmgr)
+    later_bgq11 = w_later_bh.unflatten(1, (groups, -1))[..., None, None]
+    now_bgq11 = w_now_bh.unflatten(1, (groups, -1))[..., None, None]
+    y_bmgqp = torch.einsum("bgqpr,bmgr->bmgqp", held_bgqpr + now_bgq11 * write_bgqpr, c_bmgr)
+    state_bgqpr = held_bgqpr + later_bgq11 * write_bgqpr
+    return y_bmgqp.flatten(2, 3)[:, None].to(dtype), state_bgqpr.flatten(1, 2)
+
+
+def into_chunks(
+    v_bsmhp: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    da_bsh: Tensor,
+    w_now_bsh: Tensor,
+    w_later_bsh: Tensor,
+    segments_bs: Tensor | None,
+    chunk_len: int,
+) -> SsdChunks:
+    """Cut into chunks, the last one filled up with zeros: no decay, no write, so the state passes through unchanged."""
+    groups = b_bsmgr.shape[3]
+    missing = -v_bsmhp.shape[1] % chunk_len
+
+    def chunked(tensor: Tensor) -> Tensor:
+        if missing:
+            tensor = torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing))
+        return tensor.unflatten(1, (-1, chunk_len))
+
+    segments_bnl = before_bn = None
+    if segments_bs is not None:
+        last_bs = segments_bs[:, -1:].expand(-1, missing)
+        segments_bnl = torch.cat([segments_bs, last_bs], 1).unflatten(1, (-1, chunk_len))
+        before_bn = torch.cat([segments_bs[:, :1], segments_bnl[:, :-1, -1]], 1)
+    return SsdChunks(
+        v_bnlmgqp=chunked(v_bsmhp).unflatten(4, (groups, -1)),
+        b_bnlmgr=chunked(b_bsmgr),
+        c_bnlmgr=chunked(c_bsmgr),
+        da_bnlgq=chunked(da_bsh).unflatten(3, (groups, -1)),
+        w_now_bnlgq=chunked(w_now_bsh).unflatten(3, (groups, -1)),
+        w_later_bnlgq=chunked(w_later_bsh).unflatten(3, (groups, -1)),
+        segments_bnl=segments_bnl,
+        before_bn=before_bn,
+    )

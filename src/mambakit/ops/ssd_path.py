@@ -1,0 +1,105 @@
+"""Which algorithm runs the scan, and how long its chunks are: `SsdPath`."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+ALGORITHMS = ("minimal", "serial", "serial_recalculated")
+BACKENDS = ("auto", "torch", "cpu", "triton")
+
+
+class _HasSizes(Protocol):
+    @property
+    def state_rank(self) -> int: ...
+    @property
+    def per_head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SsdPath:
+    """How to run the scan. It never changes the mathematics, only time and memory.
+
+    `algorithm`: `"minimal"` (batched products only), `"serial"` (a loop over chunks for the states) or
+    `"serial_recalculated"` (keeps the inputs only and recomputes the rest in its backward).
+    `chunk_len=None` takes `optimal_chunk_len`. `backend="auto"` takes the fastest that supports the call; one asked for by
+    name runs or raises.
+    """
+
+    algorithm: str = "serial_recalculated"
+    chunk_len: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {self.algorithm!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is unknown; choose from {', '.join(BACKENDS)}")
+        if self.chunk_len is not None and (type(self.chunk_len) is not int or self.chunk_len < 1):
+            raise ValueError(f"chunk_len is {self.chunk_len!r}, expected a positive integer or None")
+
+    @classmethod
+    def of(cls, path: "SsdPath | None") -> "SsdPath":
+        """`path`, or the default for None."""
+        if path is not None and not isinstance(path, SsdPath):
+            raise ValueError(f"path is {path!r}, expected an SsdPath such as SsdPath.serial(64)")
+        return path or cls()
+
+    @classmethod
+    def minimal(cls, chunk_len: int | None = None) -> "SsdPath":
+        return cls("minimal", chunk_len)
+
+    @classmethod
+    def serial(cls, chunk_len: int | None = None) -> "SsdPath":
+        return cls("serial", chunk_len)
+
+    @classmethod
+    def serial_recalculated(cls, chunk_len: int | None = None) -> "SsdPath":
+        return cls("serial_recalculated", chunk_len)
+
+    @staticmethod
+    def optimal_chunk_len(state_rank: int, per_head_dim: int) -> int:
+        """About the root of `state_rank * per_head_dim`, up to a multiple of 32, at most 512."""
+        return min(-(-math.isqrt(state_rank * per_head_dim) // 32) * 32, 512)
+
+    optimal_default = optimal_chunk_len
+
+    def chunk_len_or_optimal(self, state_rank: int, per_head_dim: int) -> int:
+        return self.chunk_len or self.optimal_chunk_len(state_rank, per_head_dim)
+
+    def optimal_for(self, block: _HasSizes) -> "SsdPath":
+        """This path with the optimal chunk length for `block`'s sizes."""
+        return replace(self, chunk_len=self.optimal_chunk_len(block.state_rank, block.per_head_dim))
+
+    @classmethod
+    def default_optimal_from_block(cls, block: _HasSizes) -> "SsdPath":
+        return cls().optimal_for(block)
+
+    # The seeds' older helpers. "Core" is minimal there, "chunked" serial.
+
+    @classmethod
+    def core_optimal(cls, state_rank: int, per_head_dim: int) -> "SsdPath":
+        return cls.minimal(cls.optimal_chunk_len(state_rank, per_head_dim))
+
+    @classmethod
+    def chunked_optimal(cls, state_rank: int, per_head_dim: int) -> "SsdPath":
+        return cls.serial(cls.optimal_chunk_len(state_rank, per_head_dim))
+
+    @classmethod
+    def chunked_recalculated_optimal(cls, state_rank: int, per_head_dim: int) -> "SsdPath":
+        return cls.serial_recalculated(cls.optimal_chunk_len(state_rank, per_head_dim))
+
+    @classmethod
+    def core_optimal_from_block(cls, block: _HasSizes) -> "SsdPath":
+        return cls.minimal().optimal_for(block)
+
+    @classmethod
+    def chunked_optimal_from_block(cls, block: _HasSizes) -> "SsdPath":
+        return cls.serial().optimal_for(block)
+
+    @classmethod
+    def chunked_recalculated_optimal_from_block(cls, block: _HasSizes) -> "SsdPath":
+        return cls.serial_recalculated().optimal_for(block)
+
+    def run(self, inputs: Any) -> Any:
+        """`inputs.run(self)`, in the seeds' word order."""
+        return inputs.run(self)

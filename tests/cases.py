@@ -1,0 +1,48 @@
+"""What every scan is tested on: the parametrised list of algorithms, and random inputs by shape."""
+
+import torch
+from mambakit import SsdPath
+from torch import Tensor
+
+# A new algorithm or kernel is one entry here and inherits every claim.
+ALGORITHMS = {
+    "minimal": SsdPath("minimal", backend="torch"),
+    "serial": SsdPath("serial", backend="torch"),
+    "serial_recalculated": SsdPath("serial_recalculated", backend="torch"),
+}
+TWICE_DIFFERENTIABLE = ("minimal", "serial")
+
+
+def core_inputs(
+    b: int, s: int, m: int, h: int, p: int, g: int, r: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> dict[str, Tensor]:
+    """Random inputs of the core; the two weights are independent and of both signs."""
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+    inputs = {
+        "v_bsmhp": normal(b, s, m, h, p),
+        "b_bsmgr": normal(b, s, m, g, r),
+        "c_bsmgr": normal(b, s, m, g, r),
+        "da_bsh": -torch.rand(b, s, h, generator=make, dtype=torch.float64),
+        "w_now_bsh": normal(b, s, h),
+        "w_later_bsh": normal(b, s, h),
+        "state_bhpr": normal(b, h, p, r),
+    }
+    return {name: tensor.to(dtype) for name, tensor in inputs.items()}
+
+
+def core_heads(inputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
+    """Independent random weights on both outputs, so that a gradient lost on either side shows."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = {"y": inputs["v_bsmhp"].shape, "state": inputs["state_bhpr"].shape}
+    return {name: torch.randn(*shape, generator=make, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def random_segments(b: int, s: int, chance: float = 0.3, seed: int = 2) -> Tensor:
+    """Ids that start anywhere and skip some numbers."""
+    make = torch.Generator().manual_seed(seed)
+    steps = (torch.rand(b, s, generator=make) < chance) * torch.randint(1, 3, (b, s), generator=make)
+    return steps.cumsum(1)
