@@ -38,8 +38,12 @@ def gated_rms_norm(
         raise ValueError(f"z has shape {tuple(z.shape)} but x has {tuple(x.shape)}")
     if weight is not None and weight.shape != (width,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({width},)")
-    grouped = (t if t is None else t.unflatten(-1, (-1, group_size)) for t in (x, z, weight))
-    return GatedNorm.apply(*grouped, eps, norm_before_gate).flatten(-2)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate = None if z is None else F.silu(z.to(wide))
+    y = x.to(wide) if gate is None or norm_before_gate else x * gate
+    scale = None if weight is None else weight.unflatten(0, (-1, group_size))
+    y = Norm.apply(y.unflatten(-1, (-1, group_size)), scale, eps).flatten(-2)
+    return (y if gate is None or not norm_before_gate else y * gate).to(x.dtype)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -47,51 +51,27 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
 
 
-class GatedNorm(torch.autograd.Function):
-    """Gate and norm over the last axis in one piece, keeping only the inputs, in their own dtype, for the backward."""
+class Norm(torch.autograd.Function):
+    """`x * inverse_rms(x) * weight`, keeping only the inputs for the backward."""
 
     @staticmethod
-    def forward(x: Tensor, z: Tensor | None, weight: Tensor | None, eps: float, norm_before_gate: bool) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        gate = None if z is None else F.silu(z.to(wide))
-        gated = x.to(wide) if gate is None or norm_before_gate else x * gate
-        y = gated * inverse_rms(gated, eps)
-        if weight is not None:
-            y *= weight
-        if gate is not None and norm_before_gate:
-            y *= gate
-        return y.to(x.dtype)
+    def forward(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        y = x * inverse_rms(x, eps)
+        return y if weight is None else y.mul_(weight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.eps, ctx.norm_before_gate = inputs
-        ctx.save_for_backward(*tensors)
+        x, weight, ctx.eps = inputs
+        ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - one output
-        x, z, weight = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        d_y = d_y.to(wide)
-        if z is None:
-            d_x, d_weight = norm_backward(x.to(wide), weight, d_y, ctx.eps)
-            return d_x.to(x.dtype), None, d_weight, None, None
-        sigmoid = torch.sigmoid(z.to(wide))
-        gate = z * sigmoid
-        slope = sigmoid * (1 + z - gate)
-        if ctx.norm_before_gate:
-            d_x, d_weight = norm_backward(x.to(wide), weight, d_y * gate, ctx.eps)
-            d_gate = d_y * x * inverse_rms(x.to(wide), ctx.eps)
-            d_z = (d_gate if weight is None else d_gate * weight) * slope
-        else:
-            d_gated, d_weight = norm_backward(x * gate, weight, d_y, ctx.eps)
-            d_x, d_z = d_gated * gate, d_gated * x * slope
-        return d_x.to(x.dtype), d_z.to(z.dtype), d_weight, None, None
-
-
-def norm_backward(x: Tensor, weight: Tensor | None, d_y: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `x` and `weight` in `y = x * inverse_rms(x) * weight`."""
-    inverse = inverse_rms(x, eps)
-    normed = x * inverse
-    d_weight = None if weight is None else (d_y * normed).sum_to_size(weight.shape).to(weight.dtype)
-    d_normed = d_y if weight is None else d_y * weight
-    return (d_normed - normed * (d_normed * normed).mean(dim=-1, keepdim=True)) * inverse, d_weight
+        x, weight = ctx.saved_tensors
+        inverse = inverse_rms(x, ctx.eps)
+        normed = x * inverse
+        d_normed, d_weight = d_y, None
+        if weight is not None:
+            d_weight = (d_y * normed).sum_to_size(weight.shape).to(weight.dtype)
+            d_normed = d_y * weight
+        shared = (d_normed * normed).mean(dim=-1, keepdim=True)
+        return torch.addcmul(d_normed, normed, shared, value=-1) * inverse, d_weight, None
