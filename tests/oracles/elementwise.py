@@ -33,7 +33,7 @@ def angle_loop(
         rate_b1a = rotation_range * math.pi * torch.tanh(rot_bsa[:, t, None])
         theta_bha = theta_bha + dt_bsh[:, t, :, None] * rate_b1a
         angles.append(theta_bha)
-    return torch.stack(angles, dim=1) if angles else rot_bsa.new_zeros(b, 0, *theta_bha.shape[1:]), theta_bha
+    return torch.stack(angles, dim=1) if angles else dt_bsh[..., None] * rot_bsa[:, :, None], theta_bha
 
 
 def rotate_loop(x_bsmhr: Tensor, angle_bsha: Tensor, pairing: str) -> Tensor:
