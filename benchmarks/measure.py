@@ -1,0 +1,102 @@
+"""Timing by interleaved repetition, peak memory by counting allocations, and the JSON every benchmark leaves."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved(tasks: dict[Any, Callable[[], Any]], repeats: int, seconds: float = 60.0) -> dict[Any, list[float]]:
+    """Seconds of every task, in rounds that run each once: noise hits all of them alike.
+
+    One round of warming up is not counted. Stops after `repeats` rounds or `seconds`, but not before three rounds.
+    """
+    times: dict[Any, list[float]] = {name: [] for name in tasks}
+    started = time.perf_counter()
+    for turn in range(repeats + 1):
+        if turn > 3 and time.perf_counter() - started > seconds:
+            break
+        for done, (name, task) in enumerate(tasks.items()):
+            progress(f"round {turn}/{repeats}, {done + 1} of {len(tasks)}")
+            start = time.perf_counter()
+            task()
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    progress("")
+    return times
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def median(times: list[float]) -> float:
+    return statistics.median(times)
+
+
+def gemm_task(dtype: torch.dtype = torch.float32, size: int = 2048) -> tuple[Callable[[], Any], float]:
+    """One large matrix product and its FLOPs: what the machine can do at best."""
+    left, right = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    return lambda: left @ right, 2.0 * size**3
+
+
+def peak_bytes(task: Callable[[], Any]) -> int:
+    """The most memory `task` held at once beyond what was there before, by torch's own allocations."""
+    task()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        task()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def machine() -> dict[str, Any]:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+
+    return {
+        "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else ""),
+        "command": "python -m benchmarks." + Path(sys.argv[0]).stem + "".join(f" {word}" for word in sys.argv[1:]),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def write_json(name: str, result: dict[str, Any]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"{name}.json"
+    file.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    return file
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table with aligned columns."""
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [headings, *rows]]
+    return "\n".join(f"| {line} |" for line in [lines[0], " | ".join("-" * width for width in widths), *lines[1:]])

@@ -1,0 +1,180 @@
+"""Stored numbers from the official implementation; how they were made is in their README."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ALGORITHMS
+from compare import error, load_golden
+from mambakit import SsdPath, ssd
+from torch import Tensor
+
+FLOAT64 = 1e-9
+FLOOR = 1e-6
+
+algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def compare(case: dict, compute: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Outputs and every gradient in float64; a bfloat16 case also in its own dtype, at its own tolerance."""
+    stored = load_golden(case)
+    given = {name: t for name, t in stored.items() if name.startswith(("in.", "param."))}
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
+    leaves = {name: t.clone().requires_grad_() for name, t in wide.items() if t.is_floating_point()}
+    got = compute({**wide, **leaves})
+    errors = {}
+    for name, want in stored.items():
+        if name.startswith("out.") and name[4:] in got:
+            errors[name] = distance(name, got[name[4:]], want)
+    assert errors, "nothing was compared"
+    assert "out.y" in errors
+    if case["loss_terms"]:
+        loss = sum((got[term] * stored[f"head.{term}"].double()).sum() for term in case["loss_terms"])
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)  # type: ignore[arg-type]
+        for name, grad in zip(leaves, grads, strict=True):
+            want = stored.get(f"grad.{name}")
+            assert (want is None) == (grad is None), f"gradient of {name}"
+            if grad is not None and want is not None:
+                errors[f"grad.{name}"] = error(grad, want, FLOOR)
+    bad = {name: f"{e:.3g}" for name, e in errors.items() if not e <= FLOAT64}
+    assert not bad, bad
+    if "bfloat16" in case["tol"]:
+        narrow = compute(given)
+        assert error(narrow["y"], stored["out.y"], FLOOR) <= case["tol"]["bfloat16"]["out"]
+
+
+def distance(name: str, got: Tensor, want: Tensor) -> float:
+    if not name.endswith("angle_state"):
+        return error(got, want, FLOOR)
+    turn = torch.remainder(got - want + torch.pi, 2 * torch.pi) - torch.pi
+    return turn.abs().max().item()
+
+
+def continued(config: dict, whole: Callable[[dict, dict | None], dict], tokens: dict[str, int], x: dict) -> dict:
+    """One call over everything, and the two calls around `split` that have to give the same.
+
+    `whole(inputs, states)` runs a stretch; `tokens` names the time axis of every input.
+    """
+    out = whole(x, None)
+    split = config.get("split")
+    if not split:
+        return out
+
+    def part(start: int, stop: int | None) -> dict:
+        return {
+            name: t.narrow(tokens[name], start, (t.shape[tokens[name]] if stop is None else stop) - start)
+            if name in tokens
+            else t
+            for name, t in x.items()
+        }
+
+    first = whole(part(0, split), None)
+    second = whole(part(split, None), first)
+    result = dict(out)
+    for name, t in first.items():
+        if name == "y":
+            joined = torch.cat([t, second["y"]], 1)
+            assert error(joined, out["y"], FLOOR) <= FLOAT64
+        else:
+            result[f"split.{name}"] = t
+            assert distance(name, second[name], out[name]) <= FLOAT64, name
+    return result
+
+
+@algorithms
+@pytest.mark.golden("ssd_minimal")
+def test_ssd_minimal(case, algorithm):
+    config = case["config"]
+    path = SsdPath(ALGORITHMS[algorithm].algorithm, config["block_len"])
+
+    def whole(x, states):
+        one = torch.ones_like(x["in.A"])
+        entering = x.get("in.initial_states") if states is None else states["final_state"]
+        per_head = (x[name][:, :, None] for name in ("in.X", "in.B", "in.C"))
+        y, state = ssd(*per_head, x["in.A"], one, one, entering, path=path)
+        return {"y": y[:, :, 0], "final_state": state}
+
+    tokens = dict.fromkeys(("in.X", "in.A", "in.B", "in.C"), 1)
+    compare(case, lambda x: continued(config, whole, tokens, x))
+
+
+def step_size(dt: Tensor, x: dict, config: dict) -> Tensor:
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    if "in.dt_bias" in x:
+        dt = dt + x["in.dt_bias"]
+    if config.get("dt_softplus", True):
+        dt = torch.where(dt > 38, dt, torch.log1p(torch.exp(dt.clamp(max=38))))
+    return dt.clamp(*config.get("dt_limit", (0.0, float("inf"))))
+
+
+@algorithms
+@pytest.mark.golden("ssd_combined")
+def test_ssd_combined(case, algorithm):
+    config = case["config"]
+    path = SsdPath(ALGORITHMS[algorithm].algorithm, config["chunk_size"])
+
+    def whole(x, states):
+        dt = step_size(x["in.dt"], x, config)
+        entering = x.get("in.initial_states") if states is None else states["final_state"]
+        segments = x.get("in.seq_idx")
+        data = (x[name][:, :, None] for name in ("in.x", "in.B", "in.C"))
+        wide = None if entering is None else entering.to(dt.dtype)
+        y, state = ssd(*data, dt * x["in.A"], dt, dt, wide, path=path, segments_bs=segments)
+        y = y[:, :, 0]
+        if "in.D" in x:
+            skip = x["in.D"]
+            y = y + (skip if skip.dim() == 2 else skip[:, None]) * x["in.x"]
+        if "in.z" in x:
+            y = y * F.silu(x["in.z"])
+        out = {"y": y, "final_state": state}
+        if "segments" in config and x["in.x"].shape[0] == 1:
+            out["varlen_states"] = varlen_states(x, dt, config["segments"][0])
+        return out
+
+    def varlen_states(x, dt, lengths):
+        """The state at the end of every packed sequence, by running each alone."""
+        states, start = [], 0
+        for i, length in enumerate(lengths):
+            part = slice(start, start + length)
+            data = (x[name][:, part, None] for name in ("in.x", "in.B", "in.C"))
+            entering = x.get("in.initial_states") if i == 0 else None
+            states.append(ssd(*data, (dt * x["in.A"])[:, part], dt[:, part], dt[:, part], entering, path=path)[1][0])
+            start += length
+        return torch.stack(states)
+
+    tokens = dict.fromkeys(("in.x", "in.dt", "in.B", "in.C", "in.z"), 1)
+    compare(case, lambda x: continued(config, whole, tokens, x))
+
+
+@pytest.mark.golden("ssm_update")
+def test_ssm_update_with_heads(case):
+    """Every (channel, state) pair of a head has its own decay: a head each for the core, one token at a time."""
+    config = case["config"]
+    if "nheads" not in config:
+        pytest.skip("a Mamba-1 update: in test_selective_scan.py")
+
+    def steps(x):
+        heads, p, r = config["nheads"], config["dim"], config["dstate"]
+        pairs = (heads, p, r)
+        state = x["in.state"].reshape(-1, heads * p * r, 1, 1)
+        outputs = []
+        for t in range(config["steps"]):
+            dt = F.softplus(x["in.dt"][:, t] + x.get("in.dt_bias", torch.zeros((), dtype=torch.float64)), threshold=38)
+            dt_pair = dt[..., None].expand(-1, *pairs).flatten(1)[:, None]
+            decay = (dt[..., None] * x["in.A"]).flatten(1)[:, None]
+
+            def pair(value):
+                return value.expand(-1, *pairs).reshape(-1, 1, 1, heads * p * r, 1)
+
+            repeat = heads // config["ngroups"]
+            v = pair(x["in.x"][:, t, :, :, None])
+            b, c = (pair(x[n][:, t].repeat_interleave(repeat, 1)[:, :, None]) for n in ("in.B", "in.C"))
+            y_pair, state = ssd(v, b, c, decay, dt_pair, dt_pair, state)
+            y = y_pair.reshape(-1, *pairs).sum(-1)
+            if "in.D" in x:
+                y = y + x["in.D"] * x["in.x"][:, t]
+            outputs.append(y * F.silu(x["in.z"][:, t]) if "in.z" in x else y)
+        return {"y": torch.stack(outputs, 1), "final_state": state.reshape(-1, *pairs), "state": state.reshape(-1, *pairs)}
+
+    compare(case, steps)
