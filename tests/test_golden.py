@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from cases import ALGORITHMS
 from compare import error, load_golden
-from mambakit import SsdPath, ssd
+from mambakit import SsdPath, ssd, trapezoid
+from mambakit.ops.norm import rms_norm
+from mambakit.ops.rotation import rotate, running_angle
 from torch import Tensor
 
 FLOAT64 = 1e-9
@@ -147,12 +149,10 @@ def test_ssd_combined(case, algorithm):
     compare(case, lambda x: continued(config, whole, tokens, x))
 
 
-@pytest.mark.golden("ssm_update")
+@pytest.mark.golden("ssm_update", having="nheads")
 def test_ssm_update_with_heads(case):
     """Every (channel, state) pair of a head has its own decay: a head each for the core, one token at a time."""
     config = case["config"]
-    if "nheads" not in config:
-        pytest.skip("a Mamba-1 update: in test_selective_scan.py")
 
     def steps(x):
         heads, p, r = config["nheads"], config["dim"], config["dstate"]
@@ -178,3 +178,110 @@ def test_ssm_update_with_heads(case):
         return {"y": torch.stack(outputs, 1), "final_state": state.reshape(-1, *pairs), "state": state.reshape(-1, *pairs)}
 
     compare(case, steps)
+
+
+def mamba3_core(x: dict, config: dict, states: dict | None, segments_bs: Tensor | None = None) -> dict:
+    """The official Mamba-3 functions, SISO and MIMO, from the ops: bias, rotate, scan, skip, norm, gate, contract."""
+    mimo = "in.MIMO_V" in x
+    wide = torch.promote_types(x["in.V"].dtype, torch.float32)
+    v_bshp, dt_bsh, da_bsh = x["in.V"], x["in.DT"].transpose(1, 2), x["in.ADT"].transpose(1, 2)
+    lambda_bsh = torch.sigmoid(x["in.Trap"].transpose(1, 2).to(wide))
+    heads = v_bshp.shape[2]
+    if states is None and "in.ssm_state" in x:
+        states = {name[3:]: t for name, t in x.items() if name.endswith("_state")}
+    # The official angles come per head: as many rows as heads.
+    angles = [
+        running_angle(
+            x["in.Angles"][:, :, i],
+            dt_bsh[:, :, i : i + 1],
+            1.0,
+            None if states is None else states["angle_state"][:, i : i + 1],
+            segments_bs=segments_bs,
+        )
+        for i in range(heads)
+    ]
+    angle_bsha, angle_bha = (torch.cat([a[k] for a in angles], 2 - k) for k in (0, 1))
+
+    def side(name: str) -> Tensor:
+        y = x[f"in.{name}"] if mimo else x[f"in.{name}"][:, :, None]
+        bias = x[f"in.{name}_bias"].transpose(0, 1) if mimo else x[f"in.{name}_bias"][None]
+        y = y.to(wide).repeat_interleave(heads // y.shape[3], 3) + bias
+        pairing = "half" if mimo and not config.get("rotate_pairwise") else "interleaved"
+        return rotate(y, angle_bsha, pairing).to(v_bshp.dtype)
+
+    def expand(name: str, y: Tensor) -> Tensor:
+        """`[..., h, p]` to one copy per rank, each with its own weights."""
+        return (y[..., None, :, :] * x[f"in.{name}"].transpose(0, 1)).to(y.dtype) if mimo else y[..., None, :, :]
+
+    b_bsmhr, c_bsmhr = side("K"), side("Q")
+    v_bsmhp = expand("MIMO_V", v_bshp)
+    carried = {}
+    if states is not None:
+        k_state = states["k_state"] if mimo else states["k_state"][:, None]
+        carried = {
+            "state_bhpr": states["ssm_state"],
+            "v_last_bmhp": expand("MIMO_V", states["v_state"]),
+            "b_last_bmgr": k_state,
+        }
+    y, state = trapezoid(
+        v_bsmhp,
+        b_bsmhr,
+        c_bsmhr,
+        da_bsh,
+        dt_bsh,
+        lambda_bsh,
+        **carried,
+        pathway=config["pathway"],
+        path=SsdPath(chunk_len=config["chunk_size"]),
+        segments_bs=segments_bs,
+    )
+    if "in.D" in x:
+        y = y + x["in.D"][:, None] * v_bsmhp
+    if "in.outproj_norm_weight" in x:
+        y = rms_norm(y) * x["in.outproj_norm_weight"]
+    if "in.Z" in x:
+        y = y * F.silu(expand("MIMO_Z", x["in.Z"]))
+    if config.get("contract", True):
+        y = (y * x["in.MIMO_O"].transpose(0, 1)).sum(2) if mimo else y[:, :, 0]
+    k_state = b_bsmhr[:, -1] if mimo else b_bsmhr[:, -1, 0]
+    return {"y": y, "angle_state": angle_bha, "ssm_state": state, "k_state": k_state, "v_state": v_bshp[:, -1]}
+
+
+MAMBA3_TOKENS = {
+    **dict.fromkeys(("in.Q", "in.K", "in.V", "in.Z", "in.Angles"), 1),
+    **dict.fromkeys(("in.ADT", "in.DT", "in.Trap"), 2),
+}
+
+
+def packed_states(whole: Callable, x: dict, lengths: list[int]) -> dict:
+    """One segmented call for `y` where no states enter, and every sequence alone for the states."""
+    start, rows = 0, []
+    for i, length in enumerate(lengths):
+        alone = {n: t.narrow(MAMBA3_TOKENS[n], start, length) if n in MAMBA3_TOKENS else t for n, t in x.items()}
+        alone = {n: t[i : i + 1] if n.endswith("_state") else t for n, t in alone.items()}
+        rows.append(whole(alone, None))
+        start += length
+    out = {name: torch.cat([row[name] for row in rows], 1 if name == "y" else 0) for name in rows[0]}
+    if "in.ssm_state" not in x:
+        ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+        together = whole(x, None, ids)
+        assert error(together["y"], out["y"], FLOOR) <= FLOAT64
+        for name in ("angle_state", "ssm_state"):
+            assert distance(name, together[name], out[name][-1:]) <= FLOAT64, name
+    return out
+
+
+@pytest.mark.parametrize("pathway", ["single", "double"])
+@pytest.mark.golden("mamba3_siso", "mamba3_mimo")
+def test_mamba3_cores(case, pathway):
+    config = {**case["config"], "pathway": pathway}
+
+    def whole(x, states, segments_bs=None):
+        return mamba3_core(x, config, states, segments_bs)
+
+    def compute(x):
+        if "segments" in config:
+            return packed_states(whole, x, config["segments"])
+        return continued(config, whole, MAMBA3_TOKENS, x)
+
+    compare(case, compute)
