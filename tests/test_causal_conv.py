@@ -52,17 +52,20 @@ def test_split_with_the_window_equals_the_whole(cut: int, k: int):
 
 @pytest.mark.parametrize("with_window", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-@pytest.mark.parametrize("cuts", [[5], [1, 2, 3], [3, 16], [9, 10, 14], []])
-def test_segments_equal_separate_runs(cuts: list[int], k: int, with_window: bool):
-    tensors = make_inputs(k=k)
+@pytest.mark.parametrize(
+    ("s", "cuts"),
+    [(17, [5]), (17, [1, 2, 3]), (17, [3, 16]), (17, [9, 10, 14]), (17, []), (3, [1]), (3, [1, 2]), (2, [])],
+)
+def test_segments_equal_separate_runs(s: int, cuts: list[int], k: int, with_window: bool):
+    tensors = make_inputs(s=s, k=k)
     if not with_window:
         del tensors["window_bvk"]
     packed, apart = leaves(tensors), leaves(tensors)
-    ids = torch.bucketize(torch.arange(17), torch.tensor(cuts, dtype=torch.long), right=True)
+    ids = torch.bucketize(torch.arange(s), torch.tensor(cuts, dtype=torch.long), right=True)
     got = causal_conv(**packed, segments_bs=(3 * ids - 1).expand(2, -1))
 
     pieces, last_bvk = [], apart.get("window_bvk")
-    for start, end in zip([0, *cuts], [*cuts, 17], strict=True):
+    for start, end in zip([0, *cuts], [*cuts, s], strict=True):
         entering = last_bvk if start == 0 else None
         y_bsv, last_bvk = conv_loop(apart["x_bsv"][:, start:end], apart["weight_vk"], apart["bias_v"], entering)
         pieces.append(y_bsv)
@@ -110,14 +113,17 @@ def test_derivatives_with_segments():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("s", [1, 17])
 def test_half_precision_sums_in_float32(dtype: torch.dtype, s: int):
-    tensors = make_inputs(s=s, dtype=dtype)
+    tensors = make_inputs(s=s, v=200, dtype=dtype)
     mine, loop = leaves(tensors), leaves(tensors, torch.float64)
     got, want = named(*causal_conv(**mine)), named(*conv_loop(**loop))
-    heads = {name: torch.randn_like(tensor).to(dtype) for name, tensor in want.items()}
+    heads = {"y": torch.randn_like(want["y"]).to(dtype)}
     assert all(tensor.dtype == dtype for tensor in got.values())
-    # Exactly what rounding the exact result once gives, up to one unit in the last place.
-    check(torch.finfo(dtype).eps, got, want)
-    check(4 * torch.finfo(dtype).eps, gradients(got, heads, mine), gradients(want, heads, loop))
+    # The exact result rounded once, but for rare ties; sums in `dtype` would round at every tap.
+    assert (got["y"] == want["y"].to(dtype)).double().mean() > 0.99
+    assert torch.equal(got["window"].double(), want["window"])
+    got_grads, want_grads = gradients(got, heads, mine), gradients(want, heads, loop)
+    for name, want_grad in want_grads.items():
+        assert (got_grads[name] == want_grad.to(dtype)).double().mean() > 0.99, name
 
 
 def test_float32_weights_and_window_under_half_precision_inputs():

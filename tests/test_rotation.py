@@ -138,6 +138,7 @@ def test_float32_angle_stays_true_over_100000_tokens(pieces: int):
     gap = torch.cat(angles, dim=1).double() - want_bsha
     assert want_bsha.abs().max() > 1e4
     assert angles[0].dtype == torch.float32
+    assert torch.cat(angles, dim=1).abs().max() <= torch.tensor(math.pi)
     assert torch.atan2(torch.sin(gap), torch.cos(gap)).abs().max() < 1e-4
 
 

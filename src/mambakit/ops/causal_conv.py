@@ -159,8 +159,9 @@ class TapProducts(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(x_bSv.dtype, torch.float32)
         weight_kv = torch.zeros(k, x_bSv.shape[2], dtype=wide, device=x_bSv.device)
+        y_bsv = y_bsv.to(wide)
         # One buffer for all taps: fresh pages for every product cost more than the product.
-        product_bsv = torch.empty_like(y_bsv, dtype=wide)
+        product_bsv = torch.empty_like(y_bsv)
         for tap, outputs, inputs in overlaps(x_bSv.shape[1], k, pad):
             tap_bsv = read(x_bSv, x_ids_bS, y_ids_bs, inputs, outputs)
             torch.mul(y_bsv[:, outputs], tap_bsv, out=product_bsv[:, outputs])
