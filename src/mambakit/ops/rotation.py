@@ -3,9 +3,9 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.ops.segments import before_segment
 from mambakit.ops.shapes import bind, check_floats, check_segments
 
 
@@ -44,19 +44,6 @@ def running_angle(
 def wrap(angle: Tensor) -> Tensor:
     """The same direction in [-pi, pi]. The number of turns is a constant to the gradient."""
     return angle - 2 * math.pi * torch.round(angle.detach() / (2 * math.pi))
-
-
-def before_segment(total: Tensor, segments_bs: Tensor, identity: Tensor) -> Tensor:
-    """For each token the running `total` just before its segment, and `identity` in the first; axes start with b, s."""
-    b, s = segments_bs.shape
-    if s < 2:
-        return identity.expand_as(total)
-    position_s = torch.arange(1, s, device=segments_bs.device)
-    fresh_bs = segments_bs[:, 1:] != segments_bs[:, :-1]
-    start_bs = F.pad(torch.where(fresh_bs, position_s, 0), (1, 0)).cummax(dim=1).values
-    previous = torch.cat((identity.expand_as(total[:, :1]), total[:, :-1]), dim=1)
-    row_b1 = s * torch.arange(b, device=segments_bs.device)[:, None]
-    return previous.flatten(0, 1).index_select(0, (row_b1 + start_bs).flatten()).unflatten(0, (b, s))
 
 
 def rotate(x_bsmhr: Tensor, angle_bsha: Tensor, pairing: str = "interleaved") -> Tensor:

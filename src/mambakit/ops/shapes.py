@@ -1,7 +1,6 @@
 """What a public op checks at its door: sizes by the letters in the names, devices, dtypes."""
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +9,18 @@ from torch import Tensor
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def bind(**named: Tensor | None) -> SimpleNamespace:
+class Sizes:
+    """Axis sizes as attributes. A plain class, because `torch.compile` cannot trace a `SimpleNamespace`."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        for axis, size in sizes.items():
+            setattr(self, axis, size)
+
+    def __getattr__(self, axis: str) -> int:
+        raise AttributeError(f"no tensor has an axis {axis!r}")
+
+
+def bind(**named: Tensor | None) -> Sizes:
     """Read every axis from the suffix of each name and return the sizes as attributes.
 
     `bind(v_bsmhp=v, da_bsh=da)` gives `.b .s .m .h .p`. A digit is an axis of exactly that size, `None` is skipped.
@@ -40,7 +50,7 @@ def bind(**named: Tensor | None) -> SimpleNamespace:
             first = (name, tensor.device)
         elif tensor.device != first[1]:
             raise ValueError(f"{name} is on {tensor.device} but {first[0]} on {first[1]}; move them to one device")
-    return SimpleNamespace(**sizes)
+    return Sizes(sizes)
 
 
 def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None] | None = None) -> torch.dtype:

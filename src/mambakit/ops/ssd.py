@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from mambakit.ops.segments import before_segment
 from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
 from mambakit.ops.ssd_path import SsdPath
@@ -138,3 +139,25 @@ def into_chunks(
         segments_bnl=segments_bnl,
         before_bn=before_bn,
     )
+
+
+def learned_start(
+    learned_hpr: Tensor, c_bsmgr: Tensor, da_bsh: Tensor, segments_bs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What a learned state adds to `ssd`'s outputs when every segment but the first starts from it instead of zero.
+
+    The recurrence is linear in its state, so this is read by itself: `y_t = exp(a_t) h c_t` with `a_t` the sum of the
+    log-decays since the segment's start.
+    """
+    wide = da_bsh.dtype if da_bsh.device.type == "mps" else torch.float64
+    sum_bsh = da_bsh.cumsum(1, dtype=wide)
+    since_bsh = sum_bsh - before_segment(sum_bsh, segments_bs, sum_bsh.new_zeros(()))
+    later_bs1 = (segments_bs != segments_bs[:, :1])[..., None]
+    decay_bsh = since_bsh.to(da_bsh.dtype).exp() * later_bs1
+    with full_precision(c_bsmgr.device):
+        learned_gqpr = learned_hpr.to(da_bsh.dtype).unflatten(0, (c_bsmgr.shape[3], -1))
+        read_bsmgqp = torch.einsum("bsmgr,gqpr->bsmgqp", c_bsmgr.to(da_bsh.dtype), learned_gqpr)
+    y_bsmhp = read_bsmgqp.flatten(3, 4) * decay_bsh[:, :, None, :, None]
+    if segments_bs.shape[1] == 0:
+        return y_bsmhp, torch.zeros_like(learned_hpr)
+    return y_bsmhp, learned_hpr * decay_bsh[:, -1, :, None, None]

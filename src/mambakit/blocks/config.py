@@ -1,0 +1,67 @@
+"""What the configs of the three families share: JSON both ways, and checks that say what to change."""
+
+import json
+import math
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Config:
+    """Base of the frozen config dataclasses."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; an infinity is the string `"inf"`."""
+        return {name: _plain(value) for name, value in asdict(self).items()}  # type: ignore[call-overload]  # a dataclass
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Self":
+        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        return cls(**{name: _from_plain(value) for name, value in values.items()})
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Self":
+        return cls.from_dict(json.loads(text))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return "inf" if value == math.inf else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_from_plain(item) for item in value)
+    return math.inf if value == "inf" else value
+
+
+def check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"{name} = {value} has to be positive")
+
+
+def check_divides(part: str, part_size: int, whole: str, whole_size: int) -> None:
+    if whole_size % part_size:
+        near = [n for n in range(1, whole_size + 1) if whole_size % n == 0]
+        near.sort(key=lambda n: abs(n - part_size))
+        raise ValueError(f"{whole} = {whole_size} is not a multiple of {part} = {part_size}; try {near[0]} or {near[1]}")
+
+
+def check_range(name: str, low_high: tuple[float, float], positive: bool = False) -> None:
+    low, high = low_high
+    if not low <= high or low < 0 or (positive and low == 0):
+        bound = "0 < low <= high" if positive else "0 <= low <= high"
+        raise ValueError(f"{name} = {low_high} has to be a pair with {bound}")

@@ -1,0 +1,123 @@
+"""The small modules blocks are made of. They keep the official parameter names."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mambakit.ops.causal_conv import Correlate
+from mambakit.ops.norm import gated_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with one weight per channel; `group_size` as in `ops.norm`."""
+
+    def __init__(self, width: int, eps: float = 1e-5, group_size: int | None = None, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.eps, self.group_size = eps, group_size
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.group_size)
+
+
+class GatedRMSNorm(RMSNorm):
+    """RMSNorm of a gated input, or gated RMSNorm: `norm_before_gate` says which."""
+
+    def __init__(
+        self, width: int, group_size: int | None, norm_before_gate: bool, device: Any = None, dtype: Any = None
+    ):
+        super().__init__(width, group_size=group_size, device=device, dtype=dtype)
+        self.norm_before_gate = norm_before_gate
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return gated_rms_norm(
+            x, z, self.weight, self.eps, group_size=self.group_size, norm_before_gate=self.norm_before_gate
+        )
+
+
+class CausalConv1d(nn.Conv1d):
+    """Depthwise `Conv1d` without padding that computes in the layout of channels-last data.
+
+    A real `Conv1d` by name, type and parameters, so adapters that wrap one find what they know.
+    """
+
+    def __init__(self, channels: int, kernel: int, bias: bool, device: Any = None, dtype: Any = None):
+        super().__init__(channels, channels, kernel, groups=channels, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x_bSv = input.mT
+        return Correlate.apply(x_bSv, self.weight[:, 0], self.bias, None, None, (0, 0)).mT
+
+
+def convolve(
+    conv: nn.Module, x_bsv: Tensor, window_bvk: Tensor, segments_bs: Tensor | None, lengths_b: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`conv` over the window and `x`, and the window after the last of each row's `lengths` tokens.
+
+    The module is called once, whatever wraps it. Each new segment is preceded by zeros of its own, which is what keeps its
+    taps from reaching across.
+    """
+    window_bvk = window_bvk.to(x_bsv.dtype)
+    k = window_bvk.shape[2]
+    spaced_bSv = torch.cat([window_bvk[:, :, 1:].mT, x_bsv], 1)
+    if segments_bs is None:
+        return conv(spaced_bSv.mT).mT, _window_after(x_bsv, window_bvk, None, lengths_b)
+    starts_bs = torch.nn.functional.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
+    shift_bs = starts_bs.cumsum(1) * (k - 1)
+    place_bs = torch.arange(x_bsv.shape[1], device=x_bsv.device) + shift_bs
+    total = int(place_bs.max()) + k if place_bs.numel() else k - 1
+    spaced_bSv = x_bsv.new_zeros(x_bsv.shape[0], total, x_bsv.shape[2])
+    spaced_bSv = torch.cat([window_bvk[:, :, 1:].mT, spaced_bSv[:, k - 1 :]], 1)
+    spaced_bSv = spaced_bSv.scatter(1, (place_bs + k - 1)[..., None].expand_as(x_bsv), x_bsv)
+    y_bSv = conv(spaced_bSv.mT).mT
+    y_bsv = y_bSv.gather(1, place_bs[..., None].expand(-1, -1, y_bSv.shape[2]))
+    return y_bsv, _window_after(x_bsv, window_bvk, segments_bs, lengths_b)
+
+
+def _window_after(
+    x_bsv: Tensor, window_bvk: Tensor, segments_bs: Tensor | None, lengths_b: Tensor | None
+) -> Tensor:
+    """The last `k` inputs of every row, zero where they belong to a sequence before the last token's."""
+    k, length = window_bvk.shape[2], x_bsv.shape[1]
+    if segments_bs is None and lengths_b is None:
+        tail_bkv = x_bsv[:, -k:] if length >= k else torch.cat([window_bvk.mT[:, length:], x_bsv], 1)
+        return tail_bkv.mT.contiguous()
+    if lengths_b is None:
+        lengths_b = torch.full((x_bsv.shape[0],), length, device=x_bsv.device)
+    all_bSv = torch.cat([window_bvk.mT, x_bsv], 1)
+    index_bk = lengths_b[:, None] + torch.arange(k, device=x_bsv.device)
+    tail_bkv = all_bSv.gather(1, index_bk[..., None].expand(-1, -1, all_bSv.shape[2]))
+    if segments_bs is not None and length:
+        ids_bS = torch.cat([segments_bs[:, :1].expand(-1, k), segments_bs], 1).gather(1, index_bk)
+        tail_bkv = tail_bkv.masked_fill((ids_bS != ids_bS[:, -1:])[..., None], 0)
+    return tail_bkv.mT.contiguous()
+
+
+def last_token(x_bsX: Tensor, before_bX: Tensor, lengths_b: Tensor | None) -> Tensor:
+    """The entry of each row's last token, or what was before for a row without any. Axes start with b, s."""
+    if lengths_b is None:
+        return x_bsX[:, -1] if x_bsX.shape[1] else before_bX
+    all_bSX = torch.cat([before_bX[:, None].to(x_bsX.dtype), x_bsX], 1)
+    return all_bSX[torch.arange(len(lengths_b), device=lengths_b.device), lengths_b]
+
+
+def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float, floor: float) -> None:
+    """Draw step sizes log-uniformly and store what softplus maps onto them."""
+    log_dt = torch.rand_like(bias, dtype=torch.float32) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min)
+    dt = torch.exp(log_dt).clamp(min=floor)
+    with torch.no_grad():
+        bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+
+def mark(parameter: nn.Parameter, *, keep_init: bool = False) -> nn.Parameter:
+    """Flags that trainers of the official package read: no weight decay, and no second initialisation."""
+    parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    if keep_init:
+        parameter._no_reinit = True  # type: ignore[attr-defined]
+    return parameter

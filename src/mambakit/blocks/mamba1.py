@@ -1,0 +1,158 @@
+"""Mamba-1: its config, its cache, its block."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mambakit.blocks import rows
+from mambakit.blocks.config import Config, check_positive
+from mambakit.blocks.layers import CausalConv1d, convolve, init_dt_bias, mark
+from mambakit.ops.activations import softplus
+from mambakit.ops.selective_scan import selective_scan
+from mambakit.ops.ssd_path import SsdPath
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1Config(Config):
+    d_model: int
+    expand: float = 2
+    state_rank: int = 16
+    conv_kernel: int = 4
+    dt_rank: int | str = "auto"
+    """Width of the bottleneck that step sizes come from; `"auto"` is `ceil(d_model / 16)`."""
+    dt_min: float = 1e-3
+    dt_max: float = 0.1
+    dt_init: str = "random"
+    """How `dt_proj.weight` starts: `"random"` or `"constant"`."""
+    dt_scale: float = 1.0
+    dt_init_floor: float = 1e-4
+    conv_bias: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(self, "d_model", "expand", "state_rank", "conv_kernel", "dt_min", "dt_init_floor", "d_inner")
+        if not self.dt_min <= self.dt_max:
+            raise ValueError(f"dt_min = {self.dt_min} is above dt_max = {self.dt_max}")
+        if self.dt_init not in ("random", "constant"):
+            raise ValueError(f'dt_init = {self.dt_init!r} is unknown; choose "random" or "constant"')
+        if self.dt_rank != "auto" and not (isinstance(self.dt_rank, int) and self.dt_rank > 0):
+            raise ValueError(f'dt_rank = {self.dt_rank!r} has to be a positive integer or "auto"')
+
+    @property
+    def d_inner(self) -> int:
+        return int(self.expand * self.d_model)
+
+    @property
+    def dt_width(self) -> int:
+        """`dt_rank` as a number."""
+        return math.ceil(self.d_model / 16) if isinstance(self.dt_rank, str) else self.dt_rank
+
+
+class Mamba1Cache(NamedTuple):
+    """What Mamba-1 carries from one call to the next."""
+
+    conv_bik: Tensor
+    """The last inputs of the convolution, newest last."""
+    ssm_bir: Tensor
+
+
+class Mamba1(nn.Module):
+    """A Mamba-1 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
+
+    def __init__(self, config: Mamba1Config, *, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.config = config
+        made = {"device": device, "dtype": dtype}
+        wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
+        i, r = config.d_inner, config.state_rank
+        self.in_proj = nn.Linear(config.d_model, 2 * i, bias=config.bias, **made)
+        self.conv1d = CausalConv1d(i, config.conv_kernel, config.conv_bias, **made)
+        self.x_proj = nn.Linear(i, config.dt_width + 2 * r, bias=False, **made)
+        self.dt_proj = nn.Linear(config.dt_width, i, **made)
+        self.A_log = mark(nn.Parameter(torch.empty(i, r, **wide)))
+        self.D = mark(nn.Parameter(torch.empty(i, **wide)))
+        self.out_proj = nn.Linear(i, config.d_model, bias=config.bias, **made)
+        self.reset_parameters()
+
+    @property
+    def d_model(self) -> int:
+        return self.config.d_model
+
+    @property
+    def state_rank(self) -> int:
+        return self.config.state_rank
+
+    def reset_parameters(self) -> None:
+        """The official initialisation, projections included."""
+        config = self.config
+        for layer in (self.in_proj, self.conv1d, self.x_proj, self.out_proj):
+            layer.reset_parameters()
+        scale = config.dt_width**-0.5 * config.dt_scale
+        if config.dt_init == "constant":
+            nn.init.constant_(self.dt_proj.weight, scale)
+        else:
+            nn.init.uniform_(self.dt_proj.weight, -scale, scale)
+        init_dt_bias(self.dt_proj.bias, config.dt_min, config.dt_max, config.dt_init_floor)
+        self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
+        with torch.no_grad():
+            self.A_log.copy_(torch.arange(1, config.state_rank + 1, dtype=self.A_log.dtype).log().expand_as(self.A_log))
+        nn.init.ones_(self.D)
+
+    def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        i = self.config.d_inner
+        return {"conv_bik": (batch, i, self.config.conv_kernel), "ssm_bir": (batch, i, self.config.state_rank)}
+
+    def fresh_cache(self, batch: int) -> Mamba1Cache:
+        shapes = self.cache_shapes(batch)
+        return Mamba1Cache(self.D.new_zeros(shapes["conv_bik"], dtype=self.conv1d.weight.dtype), self.D.new_zeros(shapes["ssm_bir"]))
+
+    def forward(
+        self,
+        x_bsd: Tensor,
+        cache: Mamba1Cache | None = None,
+        *,
+        path: SsdPath | None = None,
+        mask_bs: Tensor | None = None,
+        reset_bs: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Mamba1Cache]:
+        """Outputs and the cache after the last token; see docs/blocks.md for masks, resets and packing."""
+        return rows.forward(self, x_bsd, cache, path, mask_bs, reset_bs, cu_seqlens)
+
+    def step(self, x_bd: Tensor, cache: Mamba1Cache | None = None) -> tuple[Tensor, Mamba1Cache]:
+        """One token."""
+        rows.check_token(self, x_bd)
+        y_bsd, cache = self(x_bd[:, None], cache)
+        return y_bsd[:, 0], cache
+
+    def run(
+        self,
+        x_bsd: Tensor,
+        cache: Mamba1Cache,
+        path: SsdPath | None,
+        segments_bs: Tensor | None,
+        lengths_b: Tensor | None,
+    ) -> tuple[Tensor, Mamba1Cache]:
+        if path is not None:
+            raise ValueError(f"Mamba-1 has one scan and takes no path, got {path}")
+        r = self.config.state_rank
+        x_bsi, z_bsi = self.in_proj(x_bsd).chunk(2, dim=-1)
+        x_bsi, window_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, segments_bs, lengths_b)
+        x_bsi = F.silu(x_bsi)
+        dt_bsR, b_bsr, c_bsr = self.x_proj(x_bsi).split((self.config.dt_width, r, r), dim=-1)
+        dt_bsi = rows.hide_padding(softplus(self.dt_proj(dt_bsR)), lengths_b)
+        y_bsi, state_bir = selective_scan(
+            x_bsi,
+            dt_bsi,
+            -torch.exp(self.A_log.to(dt_bsi.dtype)),
+            b_bsr[:, :, None],
+            c_bsr[:, :, None],
+            cache.ssm_bir,
+            segments_bs=segments_bs,
+        )
+        y_bsi = (y_bsi + self.D * x_bsi).to(z_bsi.dtype) * F.silu(z_bsi)
+        return self.out_proj(y_bsi), Mamba1Cache(window_bik, state_bir)

@@ -1,0 +1,210 @@
+"""Mamba-2: its config, its cache, its block."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mambakit.blocks import rows
+from mambakit.blocks.config import Config, check_divides, check_positive, check_range
+from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, convolve, init_dt_bias, mark
+from mambakit.ops.activations import softplus
+from mambakit.ops.ssd import learned_start, ssd
+from mambakit.ops.ssd_path import SsdPath
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Config(Config):
+    d_model: int
+    expand: float = 2
+    state_rank: int = 128
+    per_head_dim: int = 64
+    ngroups: int = 1
+    conv_kernel: int = 4
+    d_ssm: int | None = None
+    """How many of the inner channels go through the state space (None: all); the others are a gated MLP."""
+    A_init_range: tuple[float, float] = (1, 16)
+    D_has_hdim: bool = False
+    """A skip weight per channel instead of per head."""
+    rmsnorm: bool = True
+    norm_before_gate: bool = False
+    norm_group_size: int | None = None
+    """Channels that share a root mean square (None: those of a group, `d_ssm / ngroups`)."""
+    dt_min: float = 1e-3
+    dt_max: float = 0.1
+    dt_init_floor: float = 1e-4
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    conv_bias: bool = True
+    bias: bool = False
+    learnable_init_states: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "conv_kernel", "d_inner", "ssm_width")
+        check_positive(self, *sizes, "dt_min", "dt_init_floor")
+        if self.ssm_width > self.d_inner:
+            raise ValueError(f"d_ssm = {self.d_ssm} is above d_inner = {self.d_inner}")
+        check_divides("per_head_dim", self.per_head_dim, "d_inner" if self.d_ssm is None else "d_ssm", self.ssm_width)
+        check_divides("ngroups", self.ngroups, "nheads", self.nheads)
+        check_divides("norm_group_size", self.norm_width, "d_ssm", self.ssm_width)
+        check_range("A_init_range", self.A_init_range, positive=True)
+        check_range("dt_limit", self.dt_limit)
+        check_range("(dt_min, dt_max)", (self.dt_min, self.dt_max), positive=True)
+
+    @property
+    def d_inner(self) -> int:
+        return int(self.expand * self.d_model)
+
+    @property
+    def ssm_width(self) -> int:
+        """`d_ssm` as a number."""
+        return self.d_inner if self.d_ssm is None else self.d_ssm
+
+    @property
+    def nheads(self) -> int:
+        return self.ssm_width // self.per_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return self.ssm_width + 2 * self.ngroups * self.state_rank
+
+    @property
+    def norm_width(self) -> int:
+        """`norm_group_size` as a number."""
+        return self.norm_group_size or self.ssm_width // self.ngroups
+
+
+class Mamba2Cache(NamedTuple):
+    """What Mamba-2 carries from one call to the next."""
+
+    conv_bvk: Tensor
+    """The last inputs of the convolution, newest last."""
+    ssm_bhpr: Tensor
+
+
+class Mamba2(nn.Module):
+    """A Mamba-2 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
+
+    def __init__(self, config: Mamba2Config, *, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.config = config
+        made = {"device": device, "dtype": dtype}
+        wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
+        h, p = config.nheads, config.per_head_dim
+        groups = 2 * config.ngroups * config.state_rank
+        self.in_proj = nn.Linear(config.d_model, 2 * config.d_inner + groups + h, bias=config.bias, **made)
+        self.conv1d = CausalConv1d(config.conv_dim, config.conv_kernel, config.conv_bias, **made)
+        self.dt_bias = mark(nn.Parameter(torch.empty(h, **wide)), keep_init=True)
+        self.A_log = mark(nn.Parameter(torch.empty(h, **wide)))
+        self.D = mark(nn.Parameter(torch.empty(h * p if config.D_has_hdim else h, **wide)))
+        if config.rmsnorm:
+            self.norm = GatedRMSNorm(config.ssm_width, config.norm_width, config.norm_before_gate, **made)
+        self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=config.bias, **made)
+        if config.learnable_init_states:
+            self.init_states = mark(nn.Parameter(torch.empty(h, p, config.state_rank, **wide)))
+        self.reset_parameters()
+
+    @property
+    def d_model(self) -> int:
+        return self.config.d_model
+
+    @property
+    def state_rank(self) -> int:
+        return self.config.state_rank
+
+    @property
+    def per_head_dim(self) -> int:
+        return self.config.per_head_dim
+
+    def reset_parameters(self) -> None:
+        """The official initialisation, projections included."""
+        config = self.config
+        for layer in (self.in_proj, self.conv1d, self.out_proj):
+            layer.reset_parameters()
+        if config.rmsnorm:
+            self.norm.reset_parameters()
+        init_dt_bias(self.dt_bias, config.dt_min, config.dt_max, config.dt_init_floor)
+        with torch.no_grad():
+            self.A_log.uniform_(*config.A_init_range).log_()
+        nn.init.ones_(self.D)
+        if config.learnable_init_states:
+            nn.init.zeros_(self.init_states)
+
+    def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        config = self.config
+        return {
+            "conv_bvk": (batch, config.conv_dim, config.conv_kernel),
+            "ssm_bhpr": (batch, config.nheads, config.per_head_dim, config.state_rank),
+        }
+
+    def fresh_cache(self, batch: int) -> Mamba2Cache:
+        """Nothing seen yet; the state is the learned one where there is one."""
+        shapes = self.cache_shapes(batch)
+        window_bvk = self.D.new_zeros(shapes["conv_bvk"], dtype=self.conv1d.weight.dtype)
+        if self.config.learnable_init_states:
+            return Mamba2Cache(window_bvk, self.init_states.expand(batch, -1, -1, -1))
+        return Mamba2Cache(window_bvk, self.D.new_zeros(shapes["ssm_bhpr"]))
+
+    def forward(
+        self,
+        x_bsd: Tensor,
+        cache: Mamba2Cache | None = None,
+        *,
+        path: SsdPath | None = None,
+        mask_bs: Tensor | None = None,
+        reset_bs: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Mamba2Cache]:
+        """Outputs and the cache after the last token; see docs/blocks.md for masks, resets and packing."""
+        return rows.forward(self, x_bsd, cache, path, mask_bs, reset_bs, cu_seqlens)
+
+    def step(self, x_bd: Tensor, cache: Mamba2Cache | None = None) -> tuple[Tensor, Mamba2Cache]:
+        """One token."""
+        rows.check_token(self, x_bd)
+        y_bsd, cache = self(x_bd[:, None], cache)
+        return y_bsd[:, 0], cache
+
+    def run(
+        self,
+        x_bsd: Tensor,
+        cache: Mamba2Cache,
+        path: SsdPath | None,
+        segments_bs: Tensor | None,
+        lengths_b: Tensor | None,
+    ) -> tuple[Tensor, Mamba2Cache]:
+        config = self.config
+        width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
+        z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = self.in_proj(x_bsd).split(
+            (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
+        )
+        xbc_bsv, window_bvk = convolve(self.conv1d, xbc_bsv, cache.conv_bvk, segments_bs, lengths_b)
+        x_bsi, b_bsG, c_bsG = F.silu(xbc_bsv).split((width, gr, gr), dim=-1)
+        x_bshp = x_bsi.unflatten(-1, (config.nheads, config.per_head_dim))
+        b_bsmgr, c_bsmgr = (t.unflatten(-1, (1, config.ngroups, config.state_rank)) for t in (b_bsG, c_bsG))
+
+        dt_bsh = softplus(dt_bsh + self.dt_bias).clamp(*config.dt_limit)
+        dt_bsh = rows.hide_padding(dt_bsh, lengths_b)
+        da_bsh = -dt_bsh * torch.exp(self.A_log.to(dt_bsh.dtype))
+        y_bsmhp, state_bhpr = ssd(
+            x_bshp[:, :, None],
+            b_bsmgr,
+            c_bsmgr,
+            da_bsh,
+            dt_bsh,
+            dt_bsh,
+            cache.ssm_bhpr,
+            path=path,
+            segments_bs=segments_bs,
+        )
+        if config.learnable_init_states and segments_bs is not None:
+            y_start, state_start = learned_start(self.init_states, c_bsmgr, da_bsh, segments_bs)
+            y_bsmhp, state_bhpr = y_bsmhp + y_start.to(y_bsmhp.dtype), state_bhpr + state_start
+
+        skip_hp = self.D.view(config.nheads, -1)
+        y_bsi = (y_bsmhp[:, :, 0] + skip_hp * x_bshp).flatten(-2).to(z_bsi.dtype)
+        y_bsi = self.norm(y_bsi, z_bsi) if config.rmsnorm else y_bsi * F.silu(z_bsi)
+        if mlp:
+            y_bsi = torch.cat([F.silu(z_mlp) * x_mlp, y_bsi], -1)
+        return self.out_proj(y_bsi), Mamba2Cache(window_bvk, state_bhpr)

@@ -1,0 +1,371 @@
+"""Mamba-3: its config, its cache, its block."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mambakit.blocks import rows
+from mambakit.blocks.config import Config, check_divides, check_positive, check_range
+from mambakit.blocks.fixed_point import response
+from mambakit.blocks.layers import RMSNorm, init_dt_bias, last_token, mark
+from mambakit.ops.activations import heavy_tail, softplus
+from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
+from mambakit.ops.rotation import rotate, running_angle
+from mambakit.ops.ssd import learned_start
+from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.trapezoid import PATHWAYS, trapezoid
+
+A_ACTIVATIONS = {"heavy_tail": heavy_tail, "softplus": softplus}
+ROTATIONS = ("complex", "quaternion")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba3Config(Config):
+    d_model: int
+    expand: float = 2
+    state_rank: int = 128
+    per_head_dim: int = 64
+    ngroups: int = 1
+    is_mimo: bool = False
+    mimo_rank: int = 4
+    """Write and read vectors per token; counts only with `is_mimo`."""
+    rope_fraction: float = 0.5
+    """Share of the state that rotates."""
+    rotation: str = "complex"
+    rotation_range: float = 1.0
+    """Largest turn per unit of step size, in half turns."""
+    a_activation: str = "heavy_tail"
+    """The official code changed from `"softplus"` to `"heavy_tail"` in June 2026; parameters look the same."""
+    a_floor: float = 1e-4
+    dt_min: float = 1e-3
+    dt_max: float = 0.1
+    dt_init_floor: float = 1e-4
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    is_outproj_norm: bool = False
+    norm_eps: float = 1e-5
+    learnable_init_states: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "mimo_rank", "d_inner")
+        check_positive(self, *sizes, "rotation_range", "a_floor", "norm_eps", "dt_init_floor")
+        check_divides("per_head_dim", self.per_head_dim, "d_inner", self.d_inner)
+        check_divides("ngroups", self.ngroups, "nheads", self.nheads)
+        check_divides("2", 2, "state_rank", self.state_rank)
+        check_range("dt_limit", self.dt_limit)
+        check_range("(dt_min, dt_max)", (self.dt_min, self.dt_max), positive=True)
+        if self.a_activation not in A_ACTIVATIONS:
+            raise ValueError(f"a_activation = {self.a_activation!r} is unknown; choose from {', '.join(A_ACTIVATIONS)}")
+        if self.rotation not in ROTATIONS:
+            raise ValueError(f"rotation = {self.rotation!r} is unknown; choose from {', '.join(ROTATIONS)}")
+        if self.rope_fraction not in (0.0, 0.5, 1.0):
+            raise ValueError(f"rope_fraction = {self.rope_fraction} has to be 0, 0.5 or 1")
+        if self.rotation == "quaternion":
+            check_divides("4", 4, "state_rank", self.state_rank)
+            if self.rope_dim % 4:
+                raise ValueError(f"quaternions turn blocks of 4, but rope_fraction leaves {self.rope_dim} state entries")
+
+    @classmethod
+    def burn(cls, *, d_model: int, **changed: Any) -> "Mamba3Config":
+        """burn-mamba's defaults; its RMSNorm epsilon is that of float32."""
+        preset = {
+            "rope_fraction": 1.0,
+            "rotation_range": 2.0,
+            "a_activation": "softplus",
+            "norm_eps": 8.1585e-8,
+            "dt_limit": (0.0, 65504.0),
+        }
+        return cls(d_model=d_model, **{**preset, **changed})
+
+    @property
+    def d_inner(self) -> int:
+        return int(self.expand * self.d_model)
+
+    @property
+    def nheads(self) -> int:
+        return self.d_inner // self.per_head_dim
+
+    @property
+    def ranks(self) -> int:
+        """`mimo_rank` where it counts, else 1."""
+        return self.mimo_rank if self.is_mimo else 1
+
+    @property
+    def rope_dim(self) -> int:
+        """State entries that rotate, an even number."""
+        return int(self.state_rank * self.rope_fraction) // 2 * 2
+
+    @property
+    def rotation_shape(self) -> tuple[int, ...]:
+        """Of one token's cumulative rotation. Without any, one angle or quaternion is kept that turns nothing."""
+        if self.rotation == "quaternion":
+            return (self.nheads, max(self.rope_dim // 4, 1), 4)
+        return (self.nheads, max(self.rope_dim // 2, 1))
+
+    @property
+    def rotation_channels(self) -> int:
+        """Projected channels that rotations come from: angles are shared by the heads, quaternions are not."""
+        if self.rotation == "quaternion":
+            return 3 * self.nheads * self.rotation_shape[1]
+        return self.rotation_shape[1]
+
+    @property
+    def pairing(self) -> str:
+        return "half" if self.is_mimo else "interleaved"
+
+
+class Mamba3Cache(NamedTuple):
+    """What Mamba-3 carries from one call to the next. Both pathways end a call in the same state."""
+
+    ssm_bhpr: Tensor
+    k_state_bmhr: Tensor
+    """B of the last token: normed, biased, rotated. The next token's trapezoid still needs its left end."""
+    v_state_bhp: Tensor
+    """x of the last token, before `mimo_x`."""
+    rotation: Tensor
+    """Cumulative: angles `[b, h, a]` in [-pi, pi], or unit quaternions `[b, h, j, 4]`."""
+    pathway: str = "single"
+    """How `forward` computes from here: `"single"` or `"double"`."""
+
+    def with_pathway(self, pathway: str) -> "Mamba3Cache":
+        if pathway not in PATHWAYS:
+            raise ValueError(f"pathway {pathway!r} is unknown; choose from {', '.join(PATHWAYS)}")
+        return self._replace(pathway=pathway)
+
+
+class Token(NamedTuple):
+    """What the projection of a sequence yields, before rotation."""
+
+    z_bshp: Tensor
+    x_bshp: Tensor
+    b_bsmhr: Tensor
+    c_bsmhr: Tensor
+    dt_bsh: Tensor
+    da_bsh: Tensor
+    lambda_bsh: Tensor
+    rot_bsR: Tensor
+
+
+class Mamba3(nn.Module):
+    """A Mamba-3 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
+
+    def __init__(self, config: Mamba3Config, *, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.config = config
+        made = {"device": device, "dtype": dtype}
+        wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
+        h, m, p, r = config.nheads, config.ranks, config.per_head_dim, config.state_rank
+        self.in_proj = nn.Linear(config.d_model, sum(self.projected), bias=False, **made)
+        self.dt_bias = mark(nn.Parameter(torch.empty(h, **wide)), keep_init=True)
+        self.B_bias = mark(nn.Parameter(torch.empty(h, m, r, **wide)))
+        self.C_bias = mark(nn.Parameter(torch.empty(h, m, r, **wide)))
+        self.B_norm = RMSNorm(r, config.norm_eps, **made)
+        self.C_norm = RMSNorm(r, config.norm_eps, **made)
+        if config.is_mimo:
+            self.mimo_x, self.mimo_z, self.mimo_o = (nn.Parameter(torch.empty(h, m, p, **wide)) for _ in range(3))
+        self.D = mark(nn.Parameter(torch.empty(h, **wide)))
+        if config.is_outproj_norm:
+            self.norm = RMSNorm(config.d_inner, config.norm_eps, group_size=p, **made)
+        self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=False, **made)
+        if config.learnable_init_states:
+            self.init_states = mark(nn.Parameter(torch.empty(h, p, r, **wide)))
+        self.reset_parameters()
+
+    @property
+    def d_model(self) -> int:
+        return self.config.d_model
+
+    @property
+    def state_rank(self) -> int:
+        return self.config.state_rank
+
+    @property
+    def per_head_dim(self) -> int:
+        return self.config.per_head_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Widths of z, x, B, C, dt, A, lambda and the rotation in the input projection."""
+        config = self.config
+        i, h, mgr = config.d_inner, config.nheads, config.ranks * config.ngroups * config.state_rank
+        return (i, i, mgr, mgr, h, h, h, config.rotation_channels)
+
+    def reset_parameters(self) -> None:
+        """The official initialisation, projections included."""
+        config = self.config
+        for layer in (self.in_proj, self.out_proj, self.B_norm, self.C_norm):
+            layer.reset_parameters()
+        if config.is_outproj_norm:
+            self.norm.reset_parameters()
+        init_dt_bias(self.dt_bias, config.dt_min, config.dt_max, config.dt_init_floor)
+        for ones in (self.B_bias, self.C_bias, self.D):
+            nn.init.ones_(ones)
+        if config.is_mimo:
+            nn.init.constant_(self.mimo_x, 1 / config.ranks)
+            nn.init.ones_(self.mimo_z)
+            nn.init.constant_(self.mimo_o, 1 / config.ranks)
+        if config.learnable_init_states:
+            nn.init.zeros_(self.init_states)
+
+    def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        config = self.config
+        h, p, r = config.nheads, config.per_head_dim, config.state_rank
+        return {
+            "ssm_bhpr": (batch, h, p, r),
+            "k_state_bmhr": (batch, config.ranks, h, r),
+            "v_state_bhp": (batch, h, p),
+            "rotation": (batch, *config.rotation_shape),
+        }
+
+    def fresh_cache(self, batch: int, pathway: str = "single") -> Mamba3Cache:
+        """Nothing seen yet; the state is the learned one where there is one."""
+        shapes = self.cache_shapes(batch)
+        if self.config.learnable_init_states:
+            ssm_bhpr = self.init_states.expand(batch, -1, -1, -1)
+        else:
+            ssm_bhpr = self.D.new_zeros(shapes["ssm_bhpr"])
+        narrow = self.in_proj.weight.dtype
+        rotation = self.D.new_zeros(shapes["rotation"])
+        if self.config.rotation == "quaternion":
+            rotation = rotation + rotation.new_tensor(IDENTITY)
+        return Mamba3Cache(
+            ssm_bhpr,
+            self.D.new_zeros(shapes["k_state_bmhr"], dtype=narrow),
+            self.D.new_zeros(shapes["v_state_bhp"], dtype=narrow),
+            rotation,
+        ).with_pathway(pathway)
+
+    def forward(
+        self,
+        x_bsd: Tensor,
+        cache: Mamba3Cache | None = None,
+        *,
+        path: SsdPath | None = None,
+        mask_bs: Tensor | None = None,
+        reset_bs: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Mamba3Cache]:
+        """Outputs and the cache after the last token; see docs/blocks.md for masks, resets and packing."""
+        return rows.forward(self, x_bsd, cache, path, mask_bs, reset_bs, cu_seqlens)
+
+    def step(self, x_bd: Tensor, cache: Mamba3Cache | None = None) -> tuple[Tensor, Mamba3Cache]:
+        """One token."""
+        rows.check_token(self, x_bd)
+        y_bsd, cache = self(x_bd[:, None], cache)
+        return y_bsd[:, 0], cache
+
+    def step_infinite(self, x_bd: Tensor) -> Tensor:
+        """What `step` converges to when the same token comes for ever."""
+        rows.check_token(self, x_bd)
+        rows.check_input(self, x_bd[:, None])
+        token = self.project(x_bd[:, None], None)
+        v_bsmhp = self.expand(token.x_bshp, "mimo_x")
+        wide_b, wide_c = (t.to(token.dt_bsh.dtype) for t in (token.b_bsmhr, token.c_bsmhr))
+        answer_bsmhr = response(self.config, wide_b, token.dt_bsh, token.da_bsh, token.lambda_bsh, token.rot_bsR)
+        read_bsmjh = torch.einsum("bsmhr,bsjhr->bsmjh", wide_c, answer_bsmhr)
+        y_bsmhp = torch.einsum("bsmjh,bsjhp->bsmhp", read_bsmjh, v_bsmhp.to(wide_b.dtype)).to(v_bsmhp.dtype)
+        return self.finish(y_bsmhp, v_bsmhp, token.z_bshp)[:, 0]
+
+    def run(
+        self,
+        x_bsd: Tensor,
+        cache: Mamba3Cache,
+        path: SsdPath | None,
+        segments_bs: Tensor | None,
+        lengths_b: Tensor | None,
+    ) -> tuple[Tensor, Mamba3Cache]:
+        token = self.project(x_bsd, lengths_b)
+        b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs)
+        v_bsmhp = self.expand(token.x_bshp, "mimo_x")
+        y_bsmhp, state_bhpr = trapezoid(
+            v_bsmhp,
+            b_bsmhr,
+            c_bsmhr,
+            token.da_bsh,
+            token.dt_bsh,
+            token.lambda_bsh,
+            cache.ssm_bhpr,
+            self.expand(cache.v_state_bhp, "mimo_x"),
+            cache.k_state_bmhr,
+            pathway=cache.pathway,
+            path=path,
+            segments_bs=segments_bs,
+        )
+        if self.config.learnable_init_states and segments_bs is not None:
+            y_start, state_start = learned_start(self.init_states, c_bsmhr, token.da_bsh, segments_bs)
+            y_bsmhp, state_bhpr = y_bsmhp + y_start.to(y_bsmhp.dtype), state_bhpr + state_start
+        cache = Mamba3Cache(
+            state_bhpr,
+            last_token(b_bsmhr, cache.k_state_bmhr, lengths_b),
+            last_token(token.x_bshp, cache.v_state_bhp, lengths_b),
+            rotation,
+            cache.pathway,
+        )
+        return self.finish(y_bsmhp, v_bsmhp, token.z_bshp), cache
+
+    def project(self, x_bsd: Tensor, lengths_b: Tensor | None) -> Token:
+        """All a token says about itself: values, gate, B and C per head with norm and bias, coefficients."""
+        config = self.config
+        z_bsi, x_bsi, b_bsG, c_bsG, dt_bsh, a_bsh, trap_bsh, rot_bsR = self.in_proj(x_bsd).split(self.projected, -1)
+        heads = (config.nheads, config.per_head_dim)
+        dt_bsh = softplus(dt_bsh + self.dt_bias).clamp(*config.dt_limit)
+        dt_bsh = rows.hide_padding(dt_bsh, lengths_b)
+        # The floor before the sign: a clamp after it would turn decay into growth.
+        decay_bsh = A_ACTIVATIONS[config.a_activation](a_bsh).clamp(min=config.a_floor)
+        return Token(
+            z_bshp=z_bsi.unflatten(-1, heads),
+            x_bshp=x_bsi.unflatten(-1, heads),
+            b_bsmhr=self.per_head(b_bsG, self.B_norm, self.B_bias),
+            c_bsmhr=self.per_head(c_bsG, self.C_norm, self.C_bias),
+            dt_bsh=dt_bsh,
+            da_bsh=-dt_bsh * decay_bsh,
+            lambda_bsh=torch.sigmoid(trap_bsh.to(dt_bsh.dtype)),
+            rot_bsR=rot_bsR,
+        )
+
+    def per_head(self, x_bsG: Tensor, norm: nn.Module, bias_hmr: Tensor) -> Tensor:
+        config = self.config
+        x_bsmgr = norm(x_bsG.unflatten(-1, (config.ranks, config.ngroups, config.state_rank)))
+        bias_mgqr = bias_hmr.transpose(0, 1).unflatten(1, (config.ngroups, -1))
+        return (x_bsmgr[..., None, :] + bias_mgqr).flatten(3, 4)
+
+    def rotate(
+        self, token: Token, carried: Tensor, segments_bs: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """B and C turned by the rotation accumulated up to each token, in the dtype of x, and the last rotation."""
+        config, dtype = self.config, token.x_bshp.dtype
+        b_bsmhr, c_bsmhr = token.b_bsmhr, token.c_bsmhr
+        if config.rope_dim == 0:
+            return b_bsmhr.to(dtype), c_bsmhr.to(dtype), carried
+        if config.rotation == "quaternion":
+            rot_bshj3 = token.rot_bsR.unflatten(-1, (*config.rotation_shape[:2], 3))
+            q_bshj4 = unit_quaternion(rot_bshj3, token.dt_bsh, config.rotation_range)
+            total_bshj4, last = running_quaternion(q_bshj4, carried, segments_bs=segments_bs)
+            return rotate_quaternion(b_bsmhr, total_bshj4).to(dtype), rotate_quaternion(c_bsmhr, total_bshj4).to(dtype), last
+        angle_bsha, last = running_angle(
+            token.rot_bsR, token.dt_bsh, config.rotation_range, carried, segments_bs=segments_bs
+        )
+        pairing = config.pairing
+        return rotate(b_bsmhr, angle_bsha, pairing).to(dtype), rotate(c_bsmhr, angle_bsha, pairing).to(dtype), last
+
+    def expand(self, x_XXhp: Tensor, name: str) -> Tensor:
+        """`[..., h, p]` to one copy per rank, each with its own weights."""
+        if not self.config.is_mimo:
+            return x_XXhp[..., None, :, :]
+        weight_mhp = getattr(self, name).transpose(0, 1)
+        return (x_XXhp[..., None, :, :] * weight_mhp).to(x_XXhp.dtype)
+
+    def finish(self, y_bsmhp: Tensor, v_bsmhp: Tensor, z_bshp: Tensor) -> Tensor:
+        """Skip, norm, gate, contraction of the ranks, output projection."""
+        y_bsmhp = (y_bsmhp + self.D[:, None] * v_bsmhp).to(v_bsmhp.dtype)
+        if self.config.is_outproj_norm:
+            y_bsmhp = self.norm(y_bsmhp.flatten(-2)).view_as(y_bsmhp)
+        y_bsmhp = y_bsmhp * F.silu(self.expand(z_bshp, "mimo_z"))
+        if self.config.is_mimo:
+            y_bshp = (y_bsmhp * self.mimo_o.transpose(0, 1)).sum(2).to(v_bsmhp.dtype)
+        else:
+            y_bshp = y_bsmhp[:, :, 0]
+        return self.out_proj(y_bshp.flatten(-2))

@@ -1,0 +1,209 @@
+"""The one state contract: how masks, resets and packing reach a block, for all families alike.
+
+Absent tokens behave as if they had been deleted. Present ones are gathered into rows filled up on the right, one per batch
+entry or per packed sequence, and their outputs scattered back. On the right, a step size of zero is all padding needs.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mambakit.ops.ssd_path import SsdPath
+
+
+class Block(Protocol):
+    """What a block has to offer for this file and for a stack."""
+
+    @property
+    def d_model(self) -> int: ...
+
+    def fresh_cache(self, batch: int) -> Any: ...
+
+    def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]: ...
+
+    def run(
+        self, x_bsd: Tensor, cache: Any, path: SsdPath | None, segments_bs: Tensor | None, lengths_b: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """The whole block on rows filled up on the right: `lengths_b` counts their tokens (None: all are).
+
+        `segments_bs` starts afresh at every new id; the cache belongs to the first token's.
+        """
+        ...
+
+
+def forward(
+    block: Block,
+    x_bsd: Tensor,
+    cache: Any,
+    path: SsdPath | None,
+    mask_bs: Tensor | None,
+    reset_bs: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Any]:
+    """Run `block` on the tokens that `mask_bs` says are there, afresh where `reset_bs` or `cu_seqlens` say so."""
+    check_input(block, x_bsd)
+    b, s, _ = x_bsd.shape
+    rows = b if cu_seqlens is None else check_packing(cu_seqlens, x_bsd)
+    if cache is None:
+        cache = block.fresh_cache(rows)
+    check_cache(block, cache, rows, x_bsd.device)
+    ids_bs = None
+    if reset_bs is not None:
+        check_flags("reset_bs", reset_bs, x_bsd)
+        ids_bs = reset_bs.bool().cumsum(1)
+    if mask_bs is None and cu_seqlens is None:
+        if ids_bs is not None and s:
+            cache = restart(block, cache, ids_bs[:, 0] > 0)
+        return block.run(x_bsd, cache, path, ids_bs, None)
+
+    if mask_bs is not None:
+        check_flags("mask_bs", mask_bs, x_bsd)
+    layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
+    segments = leaving = None
+    if ids_bs is not None:
+        segments, entering, leaving = layout.resets(ids_bs)
+        cache = restart(block, cache, entering)
+    y_rld, cache = block.run(layout.gather(x_bsd), cache, path, segments, layout.lengths_r)
+    if leaving is not None:
+        cache = restart(block, cache, leaving)
+    return layout.scatter(y_rld, b, s), cache
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a batch lie in rows of length `l`, and the way back."""
+
+    take_rl: Tensor
+    """Flat index of the token in each slot; slots beyond a row's length repeat its last token."""
+    lengths_r: Tensor
+    back_n: Tensor
+    """Flat slot of every token."""
+    present_n: Tensor
+    last_n: Tensor
+    """Flat index of the last token, present or not, that belongs to each row; -1 for a row without any."""
+
+    def gather(self, x_bsd: Tensor) -> Tensor:
+        """Rows of present tokens, zero in the slots beyond."""
+        rows, slots = self.take_rl.shape
+        x_rld = x_bsd.flatten(0, 1)[self.take_rl.flatten()].unflatten(0, (rows, slots))
+        beyond_rl = torch.arange(slots, device=x_bsd.device) >= self.lengths_r[:, None]
+        return x_rld.masked_fill(beyond_rl[..., None], 0)
+
+    def scatter(self, y_rld: Tensor, b: int, s: int) -> Tensor:
+        """Outputs at the places of their tokens, zero at absent ones."""
+        if y_rld.shape[1] == 0:
+            return y_rld.new_zeros(b, s, y_rld.shape[2])
+        y_nd = y_rld.flatten(0, 1)[self.back_n].masked_fill(~self.present_n[:, None], 0)
+        return y_nd.unflatten(0, (b, s))
+
+    def resets(self, ids_bs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Segment ids by slot, and which rows lose the state that enters them or, after their last token, the one leaving."""
+        ids_n = ids_bs.flatten()
+        segments_rl = ids_n[self.take_rl]
+        has_tokens_r = self.last_n >= 0
+        end_r = torch.where(has_tokens_r, ids_n[self.last_n], 0)
+        if segments_rl.shape[1] == 0:
+            return segments_rl, end_r > 0, torch.zeros_like(has_tokens_r)
+        filled_r = self.lengths_r > 0
+        first_r = torch.where(filled_r, segments_rl[:, 0], end_r)
+        last_r = torch.where(filled_r, segments_rl[:, -1], end_r)
+        return segments_rl, first_r > 0, end_r > last_r
+
+
+def lay_out(
+    mask_bs: Tensor | None, cu_seqlens: Tensor | None, b: int, s: int, rows: int, device: torch.device
+) -> Layout:
+    count = b * s
+    tokens_n = torch.arange(count, device=device)
+    present_n = torch.ones(count, dtype=torch.bool, device=device) if mask_bs is None else mask_bs.flatten().bool()
+    if cu_seqlens is None:
+        ends_r = s * torch.arange(1, rows + 1, device=device)
+    else:
+        ends_r = cu_seqlens[1:].to(device=device, dtype=torch.int64)
+    row_n = torch.searchsorted(ends_r, tokens_n, right=True)
+    lengths_r = torch.zeros(rows, dtype=torch.int64, device=device).index_add_(0, row_n, present_n.long())
+    slot_n = present_n.cumsum(0) - 1 - (lengths_r.cumsum(0) - lengths_r)[row_n]
+    slots = int(lengths_r.max()) if rows else 0
+    back_n = row_n * slots + slot_n.clamp(min=0)
+    take_rl = torch.zeros(rows * slots, dtype=torch.int64, device=device)
+    take_rl[back_n[present_n]] = tokens_n[present_n]
+    take_rl = take_rl.unflatten(0, (rows, slots)) if rows * slots else take_rl.reshape(rows, slots)
+    nearest_rl = torch.arange(slots, device=device).minimum((lengths_r[:, None] - 1).clamp(min=0))
+    starts_r = torch.nn.functional.pad(ends_r[:-1], (1, 0))
+    last_n = torch.where(ends_r > starts_r, ends_r - 1, -1)
+    return Layout(take_rl.gather(1, nearest_rl), lengths_r, back_n, present_n, last_n)
+
+
+def restart(block: Block, cache: Any, fresh_b: Tensor) -> Any:
+    """`cache` with the rows of `fresh_b` as a fresh cache has them."""
+    new = block.fresh_cache(len(fresh_b))
+    pairs = zip(new, cache, strict=True)
+    return type(cache)(
+        *(
+            torch.where(fresh_b.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.dtype), old)
+            if isinstance(old, Tensor)
+            else old
+            for fresh, old in pairs
+        )
+    )
+
+
+def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
+    """Zero step sizes beyond each row's length: no decay, no write, no turn."""
+    if lengths_b is None:
+        return dt_bsX
+    beyond_bs = torch.arange(dt_bsX.shape[1], device=dt_bsX.device) >= lengths_b[:, None]
+    return dt_bsX.masked_fill(beyond_bs[..., None], 0)
+
+
+def check_input(block: Block, x_bsd: Tensor) -> None:
+    if not isinstance(x_bsd, Tensor) or x_bsd.dim() != 3:
+        given = tuple(x_bsd.shape) if isinstance(x_bsd, Tensor) else type(x_bsd).__name__
+        raise ValueError(f"x_bsd needs 3 axes (batch, sequence, d_model = {block.d_model}), got {given}")
+    if x_bsd.shape[2] != block.d_model:
+        raise ValueError(f"x_bsd is {x_bsd.shape[2]} wide, but this block's d_model is {block.d_model}")
+
+
+def check_token(block: Block, x_bd: Tensor) -> None:
+    if not isinstance(x_bd, Tensor) or x_bd.dim() != 2:
+        given = tuple(x_bd.shape) if isinstance(x_bd, Tensor) else type(x_bd).__name__
+        raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")
+
+
+def check_cache(block: Block, cache: Any, rows: int, device: torch.device) -> None:
+    family, expected = type(block).__name__, block.cache_shapes(rows)
+    if type(cache).__name__ != f"{family}Cache":
+        raise ValueError(f"{family} needs a {family}Cache, got {type(cache).__name__}; fresh_cache() makes one")
+    for name, shape in expected.items():
+        tensor = getattr(cache, name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {shape} for {rows} rows")
+        if tensor.device != device:
+            raise ValueError(f"cache.{name} is on {tensor.device} but x_bsd on {device}; move it with caches.to()")
+
+
+def check_flags(name: str, flags_bs: Tensor, x_bsd: Tensor) -> None:
+    if tuple(flags_bs.shape) != tuple(x_bsd.shape[:2]):
+        raise ValueError(f"{name} has shape {tuple(flags_bs.shape)}, expected {tuple(x_bsd.shape[:2])} as x_bsd has")
+    if flags_bs.is_floating_point() or flags_bs.is_complex():
+        raise ValueError(f"{name} has to be boolean, got {flags_bs.dtype}")
+    if flags_bs.device != x_bsd.device:
+        raise ValueError(f"{name} is on {flags_bs.device} but x_bsd on {x_bsd.device}; move them to one device")
+
+
+def check_packing(cu_seqlens: Tensor, x_bsd: Tensor) -> int:
+    """The number of packed sequences."""
+    if x_bsd.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs sequences into a batch of one, got a batch of {x_bsd.shape[0]}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+        raise ValueError(
+            "cu_seqlens has to be a vector of integers such as [0, 3, 7], "
+            f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        )
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != x_bsd.shape[1]:
+        raise ValueError(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}, expected 0 to {x_bsd.shape[1]} tokens")
+    for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if stop < start:
+            raise ValueError(f"cu_seqlens falls from {start} to {stop} at sequence {i}; bounds must not decrease")
+    return len(bounds) - 1
