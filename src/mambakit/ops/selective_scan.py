@@ -1,0 +1,286 @@
+"""Mamba-1's selective scan: one decay per channel and state entry, evaluated block by block.
+
+A block is a run of tokens whose states fit in cache. Its arrays are `lbgrp`: token, row, group, state entry, and `p`,
+the channel in a group. Everything is computed for a whole block at once except the recurrence itself, which takes one
+operation per token on the states of all rows and channels. The backward pass keeps the inputs and recomputes the rest.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
+
+BLOCK_ELEMENTS = 1 << 19
+"""State entries in each array of a block: a few megabytes, so that the passes over a block stay in cache."""
+
+BLOCK_TOKENS = 16
+"""Fewest tokens in a block. The backward pass keeps one state per block, so this bounds its memory."""
+
+
+def selective_scan(
+    x_bsi: Tensor,
+    dt_bsi: Tensor,
+    a_ir: Tensor,
+    b_bsgr: Tensor,
+    c_bsgr: Tensor,
+    state_bir: Tensor | None = None,
+    *,
+    segments_bs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scan `x` into a state per channel and read it back.
+
+        h_t[i, r] = exp(dt_t[i] a[i, r]) h_{t-1}[i, r] + dt_t[i] b_t[g, r] x_t[i]
+        y_t[i]    = sum_r h_t[i, r] c_t[g, r],    g = the group of channel i
+
+    `dt` is positive and `a` negative; each of the `g` groups is a run of `i / g` channels. Returns `y_bsi` in the dtype
+    of `x` and the state after the last token in at least float32, both differentiable once. Splitting the sequence
+    anywhere and passing the state on gives the same result as one call.
+
+    `segments_bs` packs several sequences into a row: ids never decrease, the entering state belongs to the first
+    token's segment, and the state restarts from zero at every new id. With a complex `a` every entry stands for a
+    conjugate pair and `y` is twice the real part of the sum. Raises `ValueError` for sizes, dtypes or devices that do
+    not fit.
+    """
+    named = {"x_bsi": x_bsi, "dt_bsi": dt_bsi, "a_ir": a_ir, "b_bsgr": b_bsgr, "c_bsgr": c_bsgr, "state_bir": state_bir}
+    size = bind(**named, segments_bs=segments_bs)
+    if size.g == 0 or size.i % size.g:
+        raise ValueError(f"axis 'i' of x_bsi is {size.i}, not a multiple of the {size.g} groups of b_bsgr")
+    if segments_bs is not None:
+        check_segments(segments_bs)
+    dtype = state_dtype(named)
+    a_ir = a_ir.to(dtype)
+    state_bir = a_ir.new_zeros(size.b, size.i, size.r) if state_bir is None else state_bir.to(dtype)
+    if dtype.is_complex:
+        b_bsgr, c_bsgr = b_bsgr.to(dtype), 2 * c_bsgr.to(dtype)
+    if size.s == 0:
+        return x_bsi.clone(), state_bir.clone()
+    if size.s == 1:
+        with full_precision(x_bsi.device):
+            y_bi, state_bir = scan_token(x_bsi[:, 0], dt_bsi[:, 0], a_ir, b_bsgr[:, 0], c_bsgr[:, 0], state_bir)
+        return y_bi[:, None], state_bir
+    fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
+    return scan_tokens(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, fresh_bs)
+
+
+def state_dtype(named: dict[str, Tensor | None]) -> torch.dtype:
+    """Check the dtypes of all inputs and return that of the state, which is complex if `a` is."""
+    given = {name: tensor for name, tensor in named.items() if tensor is not None}
+    complex_names = {name for name, tensor in given.items() if tensor.is_complex()}
+    may_be_complex = {"a_ir", "b_bsgr", "c_bsgr", "state_bir"} if "a_ir" in complex_names else set()
+    if complex_names - may_be_complex:
+        raise ValueError(f"{sorted(complex_names)} complex: x_bsi and dt_bsi must be real, the others if a_ir is real")
+    wider: dict[str, Tensor | None] = {n: t.real if n in complex_names else t for n, t in given.items()}
+    dtype = check_floats({"x_bsi": wider.pop("x_bsi")}, wider)
+    return torch.promote_types(dtype, torch.complex32) if complex_names else dtype
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """To `dtype`. From complex to real it keeps the real part, which holds for outputs and for gradients alike."""
+    return (tensor if dtype.is_complex or not tensor.is_complex() else tensor.real).to(dtype)
+
+
+def scan_token(
+    x_bi: Tensor, dt_bi: Tensor, a_ir: Tensor, b_bgr: Tensor, c_bgr: Tensor, state_bir: Tensor
+) -> tuple[Tensor, Tensor]:
+    b_bir, c_bir = (t.to(a_ir.dtype).repeat_interleave(x_bi.shape[1] // t.shape[1], dim=1) for t in (b_bgr, c_bgr))
+    dt_bi1 = dt_bi.to(a_ir.dtype)[..., None]
+    state_bir = torch.exp(dt_bi1 * a_ir) * state_bir + dt_bi1 * x_bi[..., None] * b_bir
+    return cast((state_bir * c_bir).sum(dim=-1), x_bi.dtype), state_bir
+
+
+class Tokens(NamedTuple):
+    """What the scan reads, ready to broadcast against `lbgrp`. The leading axes are `sb`, or `lb` in one block."""
+
+    x_g1p: Tensor
+    dt_g1p: Tensor
+    b_g1r: Tensor
+    c_g1r: Tensor
+    fresh_111: Tensor | None
+    """True where a token starts from a zero state."""
+
+    def block(self, tokens: slice, rows: slice, dtype: torch.dtype) -> "Tokens":
+        x_lbg1p, dt_lbg1p, b_lbg1r, c_lbg1r = (t[tokens, rows].to(dtype) for t in self[:4])
+        fresh_lb111 = None if self.fresh_111 is None else self.fresh_111[tokens, rows]
+        return Tokens(x_lbg1p, dt_lbg1p, b_lbg1r, c_lbg1r, fresh_lb111)
+
+
+def view_tokens(x_bsi: Tensor, dt_bsi: Tensor, b_bsgr: Tensor, c_bsgr: Tensor, fresh_bs: Tensor | None) -> Tokens:
+    x_sbg1p, dt_sbg1p, b_sbg1r, c_sbg1r = (time_first(t, b_bsgr.shape[2]) for t in (x_bsi, dt_bsi, b_bsgr, c_bsgr))
+    fresh_sb111 = None if fresh_bs is None else fresh_bs.T[..., None, None, None]
+    return Tokens(x_sbg1p, dt_sbg1p, b_sbg1r, c_sbg1r, fresh_sb111)
+
+
+def time_first(per_token_bs: Tensor, ngroups: int) -> Tensor:
+    """A view of `bsi` as `sbg1p`, or of `bsgr` as `sbg1r`."""
+    if per_token_bs.dim() == 3:
+        per_token_bs = per_token_bs.unflatten(-1, (ngroups, per_token_bs.shape[-1] // ngroups))
+    return per_token_bs.unsqueeze(-2).transpose(0, 1)
+
+
+def by_group(state_ir: Tensor, ngroups: int) -> Tensor:
+    """`...ir` to `...grp`. Channels come last: there are many, and vector operations run along the last axis."""
+    return state_ir.unflatten(-2, (ngroups, state_ir.shape[-2] // ngroups)).mT.contiguous()
+
+
+def by_channel(state_grp: Tensor) -> Tensor:
+    """`...grp` back to `...ir`."""
+    return state_grp.mT.flatten(-3, -2)
+
+
+def plan_blocks(x_bsi: Tensor, a_ir: Tensor) -> tuple[list[slice], list[slice]]:
+    """Slices of rows and of tokens: as many rows as leave room for `BLOCK_TOKENS`, then as many tokens as fit."""
+    row_size = max(1, a_ir.numel())
+    nrows = min(max(1, len(x_bsi)), max(1, BLOCK_ELEMENTS // (BLOCK_TOKENS * row_size)))
+    ntokens = max(BLOCK_TOKENS, BLOCK_ELEMENTS // (nrows * row_size))
+    steps = ((x_bsi.shape[0], nrows), (x_bsi.shape[1], ntokens))
+    rows, tokens = ([slice(start, start + step) for start in range(0, size, step)] for size, step in steps)
+    return rows, tokens
+
+
+def scan_block(tokens: Tokens, a_grp: Tensor, state_bgrp: Tensor) -> tuple[Tensor, Tensor]:
+    """The decay of each token of a block, and the state after it."""
+    # exp2 takes half the time of exp on CPU.
+    decay_lbgrp = (tokens.dt_g1p * math.log2(math.e) * a_grp).exp2_()
+    if tokens.fresh_111 is not None:
+        decay_lbgrp.masked_fill_(tokens.fresh_111, 0)
+    state_lbgrp = tokens.b_g1r.mT * (tokens.dt_g1p * tokens.x_g1p)
+    for decay_bgrp, next_bgrp in zip(decay_lbgrp, state_lbgrp, strict=True):
+        state_bgrp = next_bgrp.addcmul_(decay_bgrp, state_bgrp)
+    return decay_lbgrp, state_lbgrp
+
+
+def scan_block_back(c_lbg1r: Tensor, decay_lbgrp: Tensor, dy_lbg1p: Tensor, d_last_bgrp: Tensor) -> Tensor:
+    """The gradient of the state after each token: g_t = c_t dy_t + decay_{t+1} g_{t+1}."""
+    d_state_lbgrp = c_lbg1r.mT * dy_lbg1p
+    d_state_lbgrp[-1] += d_last_bgrp
+    for l in range(len(d_state_lbgrp) - 2, -1, -1):
+        d_state_lbgrp[l].addcmul_(decay_lbgrp[l + 1], d_state_lbgrp[l + 1])
+    return d_state_lbgrp
+
+
+def block_gradients(
+    tokens: Tokens, a_grp: Tensor, state_bgrp: Tensor, dy_lbg1p: Tensor, d_last_bgrp: Tensor, wanted: set[str]
+) -> dict[str, Tensor]:
+    """The wanted gradients of one block, and always that of the `state` that entered it."""
+    decay_lbgrp, state_lbgrp = scan_block(tokens, a_grp, state_bgrp)
+    # The adjoint of a factor is its conjugate; a real one is not copied. A lazy `conj` is lost when autograd is traced.
+    factors = (tokens.b_g1r, tokens.c_g1r, a_grp, state_bgrp, decay_lbgrp, state_lbgrp)
+    b_lbg1r, c_lbg1r, a_grp, state_bgrp, decay_lbgrp, state_lbgrp = (t.conj_physical() for t in factors)
+    d_state_lbgrp = scan_block_back(c_lbg1r, decay_lbgrp, dy_lbg1p, d_last_bgrp)
+    grads = {"state": decay_lbgrp[0] * d_state_lbgrp[0]}
+    # A row times a transposed matrix: as a matrix times a column, the batched product takes ten times as long.
+    if "b" in wanted:
+        grads["b"] = (tokens.dt_g1p * tokens.x_g1p) @ d_state_lbgrp.mT
+    if "c" in wanted:
+        grads["c"] = dy_lbg1p @ state_lbgrp.mT
+    d_write_lbg1p = b_lbg1r @ d_state_lbgrp
+    if "x" in wanted:
+        grads["x"] = tokens.dt_g1p * d_write_lbg1p
+    if wanted & {"dt", "a"}:
+        d_exponent_lbgrp = d_state_lbgrp.mul_(decay_lbgrp)
+        d_exponent_lbgrp[0] *= state_bgrp
+        d_exponent_lbgrp[1:] *= state_lbgrp[:-1]
+        grads["a"] = (d_exponent_lbgrp * tokens.dt_g1p).sum(dim=(0, 1))
+        d_decay_lbg1p = d_exponent_lbgrp.mul_(a_grp).sum(dim=-2, keepdim=True)
+        grads["dt"] = d_decay_lbg1p + tokens.x_g1p * d_write_lbg1p
+    return grads
+
+
+@torch.library.custom_op("mambakit::selective_scan", mutates_args=())
+def scan_tokens(
+    x_bsi: Tensor,
+    dt_bsi: Tensor,
+    a_ir: Tensor,
+    b_bsgr: Tensor,
+    c_bsgr: Tensor,
+    state_bir: Tensor,
+    fresh_bs: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`selective_scan` of checked inputs, `a` and the state in the dtype to compute in; `fresh` marks restarts."""
+    g, dtype = b_bsgr.shape[2], a_ir.dtype
+    tokens, a_grp = view_tokens(x_bsi, dt_bsi, b_bsgr, c_bsgr, fresh_bs), by_group(a_ir, g)
+    y_bsi, last_bir = x_bsi.new_empty(x_bsi.shape), state_bir.new_empty(state_bir.shape)
+    y_sbg1p = time_first(y_bsi, g)
+    row_slices, token_slices = plan_blocks(x_bsi, a_ir)
+    with full_precision(x_bsi.device):
+        for rows in row_slices:
+            state_bgrp = by_group(state_bir[rows], g)
+            for span in token_slices:
+                block = tokens.block(span, rows, dtype)
+                _, state_lbgrp = scan_block(block, a_grp, state_bgrp)
+                y_sbg1p[span, rows] = cast(block.c_g1r @ state_lbgrp, y_bsi.dtype)
+                state_bgrp = state_lbgrp[-1]
+            last_bir[rows] = by_channel(state_bgrp)
+    return y_bsi, last_bir
+
+
+@torch.library.custom_op("mambakit::selective_scan_backward", mutates_args=())
+def scan_tokens_backward(
+    dy_bsi: Tensor,
+    d_last_bir: Tensor,
+    x_bsi: Tensor,
+    dt_bsi: Tensor,
+    a_ir: Tensor,
+    b_bsgr: Tensor,
+    c_bsgr: Tensor,
+    state_bir: Tensor,
+    fresh_bs: Tensor | None,
+    needs: list[bool],
+) -> list[Tensor]:
+    """The gradients of the six float inputs of `scan_tokens` in their dtypes, empty where `needs` says no."""
+    inputs = {"x": x_bsi, "dt": dt_bsi, "a": a_ir, "b": b_bsgr, "c": c_bsgr, "state": state_bir}
+    wanted = {name for name, need in zip(inputs, needs, strict=True) if need}
+    grads = {name: t.new_empty(t.shape if name in wanted else 0) for name, t in inputs.items()}
+    g, dtype = b_bsgr.shape[2], a_ir.dtype
+    tokens, a_grp = view_tokens(x_bsi, dt_bsi, b_bsgr, c_bsgr, fresh_bs), by_group(a_ir, g)
+    dy_sbg1p, d_a_grp = time_first(dy_bsi, g), torch.zeros_like(a_grp)
+    per_token = {name: time_first(grads[name], g) for name in wanted & {"x", "dt", "b", "c"}}
+    row_slices, token_slices = plan_blocks(x_bsi, a_ir)
+    with full_precision(x_bsi.device):
+        for rows in row_slices:
+            entering = [by_group(state_bir[rows], g)]
+            for span in token_slices[:-1]:
+                _, state_lbgrp = scan_block(tokens.block(span, rows, dtype), a_grp, entering[-1])
+                entering.append(state_lbgrp[-1].clone())
+            d_state_bgrp = by_group(d_last_bir[rows], g)
+            for span in reversed(token_slices):
+                block, dy_lbg1p = tokens.block(span, rows, dtype), dy_sbg1p[span, rows].to(dtype)
+                block_grads = block_gradients(block, a_grp, entering.pop(), dy_lbg1p, d_state_bgrp, wanted)
+                d_state_bgrp = block_grads["state"]
+                for name, d_sbg1 in per_token.items():
+                    d_sbg1[span, rows] = cast(block_grads[name], d_sbg1.dtype)
+                if "a" in wanted:
+                    d_a_grp += block_grads["a"]
+            if "state" in wanted:
+                grads["state"][rows] = by_channel(d_state_bgrp)
+    if "a" in wanted:
+        grads["a"].copy_(by_channel(d_a_grp))
+    return list(grads.values())
+
+
+@scan_tokens.register_fake
+def _(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, fresh_bs):
+    return x_bsi.new_empty(x_bsi.shape), state_bir.new_empty(state_bir.shape)
+
+
+@scan_tokens_backward.register_fake
+def _(dy_bsi, d_last_bir, x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, fresh_bs, needs):
+    inputs = (x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir)
+    return [t.new_empty(t.shape if need else 0) for t, need in zip(inputs, needs, strict=True)]
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def backward(ctx: Any, dy_bsi: Tensor, d_last_bir: Tensor) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad[:6])
+    grads = scan_tokens_backward(dy_bsi, d_last_bir, *ctx.saved_tensors, needs)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
+
+
+scan_tokens.register_autograd(backward, setup_context=save_inputs)
