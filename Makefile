@@ -13,7 +13,7 @@ endif
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test check lint format bench stress clean
+.PHONY: demo test check lint format bench clean
 
 test: .venv/.ok
 	$(PY) -m pytest
@@ -34,9 +34,6 @@ format: .venv/.ok-dev
 
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd
-
-stress: .venv/.ok
-	$(PY) -m benchmarks.stress
 
 # The order of attempts: a torch already there, a wheel pip is configured to find on disk, uv's CPU build, whatever the index has.
 .venv/.ok: pyproject.toml

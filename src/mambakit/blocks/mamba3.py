@@ -228,15 +228,16 @@ class Mamba3(nn.Module):
         else:
             ssm_bhpr = self.D.new_zeros(shapes["ssm_bhpr"])
         narrow = self.in_proj.weight.dtype
-        rotation = self.D.new_zeros(shapes["rotation"])
-        if self.config.rotation == "quaternion":
-            rotation = rotation + rotation.new_tensor(IDENTITY)
         return Mamba3Cache(
             ssm_bhpr,
             self.D.new_zeros(shapes["k_state_bmhr"], dtype=narrow),
             self.D.new_zeros(shapes["v_state_bhp"], dtype=narrow),
-            rotation,
+            self.no_rotation(batch),
         ).with_pathway(pathway)
+
+    def no_rotation(self, batch: int) -> Tensor:
+        rotation = self.D.new_zeros(batch, *self.config.rotation_shape)
+        return rotation + rotation.new_tensor(IDENTITY) if self.config.rotation == "quaternion" else rotation
 
     def forward(
         self,
@@ -339,7 +340,7 @@ class Mamba3(nn.Module):
         config, dtype = self.config, token.x_bshp.dtype
         b_bsmhr, c_bsmhr = token.b_bsmhr, token.c_bsmhr
         if config.rope_dim == 0:
-            return b_bsmhr.to(dtype), c_bsmhr.to(dtype), carried
+            return b_bsmhr.to(dtype), c_bsmhr.to(dtype), self.no_rotation(len(b_bsmhr))
         if config.rotation == "quaternion":
             rot_bshj3 = token.rot_bsR.unflatten(-1, (*config.rotation_shape[:2], 3))
             q_bshj4 = unit_quaternion(rot_bshj3, token.dt_bsh, config.rotation_range)
