@@ -172,18 +172,24 @@ def test_keeps_the_inputs_only():
     assert sorted(t.data_ptr() for t in kept) == sorted(t.data_ptr() for t in given.values())
 
 
-def test_holds_the_states_of_one_block_at_a_time():
-    given, sizes, scan_block = leaves(draw(b=7, s=50)), [], module.scan_block
+def test_holds_the_states_of_one_block_and_one_per_block():
+    given, block_sizes, kept_sizes = leaves(draw(b=7, s=50)), [], []
+    scan_block, block_gradients = module.scan_block, module.block_gradients
 
-    def spy(*arguments):
+    def watch_block(*arguments):
         decay_lbgrp, state_lbgrp = scan_block(*arguments)
-        sizes.append(state_lbgrp.numel())
+        block_sizes.append(state_lbgrp.numel())
         return decay_lbgrp, state_lbgrp
 
-    with block_size((180, 5)), mock.patch.object(module, "scan_block", spy):
+    def watch_kept(tokens, a_grp, state_bgrp, *rest):
+        kept_sizes.append(state_bgrp.untyped_storage().nbytes() // state_bgrp.element_size())
+        return block_gradients(tokens, a_grp, state_bgrp, *rest)
+
+    with block_size((180, 5)), mock.patch.multiple(module, scan_block=watch_block, block_gradients=watch_kept):
         y_bsi, state_bir = selective_scan(**given)
         (y_bsi.sum() + state_bir.sum()).backward()
-    assert max(sizes) <= 180
+    assert max(block_sizes) == 2 * 18 * 5
+    assert max(kept_sizes) == 2 * 18
 
 
 @pytest.mark.parametrize("s", [1, 9])

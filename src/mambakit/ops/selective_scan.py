@@ -59,8 +59,7 @@ def selective_scan(
     if size.s == 0:
         return x_bsi.clone(), state_bir.clone()
     if size.s == 1:
-        with full_precision(x_bsi.device):
-            y_bi, state_bir = scan_token(x_bsi[:, 0], dt_bsi[:, 0], a_ir, b_bsgr[:, 0], c_bsgr[:, 0], state_bir)
+        y_bi, state_bir = scan_token(x_bsi[:, 0], dt_bsi[:, 0], a_ir, b_bsgr[:, 0], c_bsgr[:, 0], state_bir)
         return y_bi[:, None], state_bir
     fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
     return scan_tokens(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, fresh_bs)
@@ -86,6 +85,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def scan_token(
     x_bi: Tensor, dt_bi: Tensor, a_ir: Tensor, b_bgr: Tensor, c_bgr: Tensor, state_bir: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """`selective_scan` of one token, out of elementwise operations and a sum, which autocast leaves alone."""
     b_bir, c_bir = (t.to(a_ir.dtype).repeat_interleave(x_bi.shape[1] // t.shape[1], dim=1) for t in (b_bgr, c_bgr))
     dt_bi1 = dt_bi.to(a_ir.dtype)[..., None]
     state_bir = torch.exp(dt_bi1 * a_ir) * state_bir + dt_bi1 * x_bi[..., None] * b_bir
