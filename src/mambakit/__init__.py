@@ -1,5 +1,6 @@
 """mambakit: Mamba-1, Mamba-2 and Mamba-3 state-space models for PyTorch, on any device."""
 
+from mambakit import caches
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
@@ -31,6 +32,7 @@ __all__ = [
     "Mamba3SingleSsdInput",
     "Mamba3SsdPath",
     "SsdPath",
+    "caches",
     "causal_conv",
     "selective_scan",
     "ssd",
