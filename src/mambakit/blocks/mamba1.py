@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_positive
 from mambakit.blocks.layers import CausalConv1d, convolve, init_dt_bias, mark
+from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.activations import softplus
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
@@ -101,6 +102,21 @@ class Mamba1(nn.Module):
         with torch.no_grad():
             self.A_log.copy_(torch.arange(1, config.state_rank + 1, dtype=self.A_log.dtype).log().expand_as(self.A_log))
         nn.init.ones_(self.D)
+
+    @property
+    def independent_maps(self) -> dict[str, dict[str, int]]:
+        """The maps that each projection stacks, with their rows in order."""
+        config = self.config
+        i, r = config.d_inner, config.state_rank
+        return {
+            "in_proj": {"x": i, "z": i},
+            "x_proj": {"dt": config.dt_width, "B": r, "C": r},
+            "out_proj": {"y": config.d_model},
+        }
+
+    def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
+        """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
+        return param_groups(self, weight_decay=weight_decay, muon=muon)
 
     def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         i = self.config.d_inner

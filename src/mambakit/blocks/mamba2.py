@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, convolve, init_dt_bias, mark
+from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.activations import softplus
 from mambakit.ops.ssd import learned_start, ssd
 from mambakit.ops.ssd_path import SsdPath
@@ -131,6 +132,20 @@ class Mamba2(nn.Module):
         nn.init.ones_(self.D)
         if config.learnable_init_states:
             nn.init.zeros_(self.init_states)
+
+    @property
+    def independent_maps(self) -> dict[str, dict[str, int]]:
+        """The maps that each projection stacks, with their rows in order."""
+        config = self.config
+        width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
+        return {
+            "in_proj": {"z0": mlp, "x0": mlp, "z": width, "x": width, "B": gr, "C": gr, "dt": config.nheads},
+            "out_proj": {"y": config.d_model},
+        }
+
+    def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
+        """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
+        return param_groups(self, weight_decay=weight_decay, muon=muon)
 
     def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         config = self.config

@@ -12,6 +12,7 @@ from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.layers import RMSNorm, init_dt_bias, last_token, mark
+from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.activations import heavy_tail, softplus
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
 from mambakit.ops.rotation import rotate, running_angle
@@ -209,6 +210,16 @@ class Mamba3(nn.Module):
             nn.init.constant_(self.mimo_o, 1 / config.ranks)
         if config.learnable_init_states:
             nn.init.zeros_(self.init_states)
+
+    @property
+    def independent_maps(self) -> dict[str, dict[str, int]]:
+        """The maps that each projection stacks, with their rows in order."""
+        names = ("z", "x", "B", "C", "dt", "A", "lambda", "rotation")
+        return {"in_proj": dict(zip(names, self.projected, strict=True)), "out_proj": {"y": self.config.d_model}}
+
+    def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
+        """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
+        return param_groups(self, weight_decay=weight_decay, muon=muon)
 
     def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         config = self.config

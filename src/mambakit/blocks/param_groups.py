@@ -1,0 +1,132 @@
+"""Groups of parameters for optimizers: what decays, what does not, and the maps that go to Muon.
+
+Muon treats a weight as one linear map. A fused projection is several, stacked as rows so that one product computes
+them all. Here each map becomes a leaf of its own that shares memory with its rows: a step on the leaf is a step on the
+weight, and the forward does not change. Backward passes hand the gradient of the weight over to its maps.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Step sizes, decays and trapezoid weights are one number per head, or the bottleneck to it: nothing to orthogonalise.
+ADAMW_MAPS = frozenset({"dt", "A", "lambda"})
+MUON = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "ns_steps": 5,
+    "adjust_lr_fn": "match_rms_adamw",
+}
+
+
+def param_groups(module: nn.Module, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
+    """Every trainable parameter of `module` in exactly one group, ready for `torch.optim`.
+
+    A group says with `"optimizer"` what it is meant for: `"adamw"` or, with `muon=True`, `"muon"`. Nothing but matrices
+    decays, and of these no biases, norms or parameters flagged `_no_weight_decay`.
+
+    With `muon=True` the projections that a block names in `independent_maps` are split into their maps. Those of a
+    fused weight are leaves that share its memory and receive its gradient, while its own `grad` is None after a
+    backward pass. So clear and clip gradients by the groups, not by `module.parameters()`. Calling again returns the
+    same leaves; `muon=False` makes the fused weights ordinary parameters again.
+    """
+    muon_maps: list[Tensor] = []
+    decaying: list[Tensor] = []
+    constant: list[Tensor] = []
+    projections = _projections(module) if muon else {}
+    for parameter, decays in _trainable(module).items():
+        if parameter in projections:
+            for name, leaf in _split(parameter, projections[parameter]).items():
+                (decaying if name in ADAMW_MAPS else muon_maps).append(leaf)
+        else:
+            _join(parameter)
+            (decaying if decays else constant).append(parameter)
+    groups = [
+        {"params": muon_maps, "weight_decay": weight_decay, "optimizer": "muon", **MUON},
+        {"params": decaying, "weight_decay": weight_decay, "optimizer": "adamw"},
+        {"params": constant, "weight_decay": 0.0, "optimizer": "adamw"},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _trainable(module: nn.Module) -> dict[nn.Parameter, bool]:
+    """Every trainable parameter, and whether it decays."""
+    found: dict[nn.Parameter, bool] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                found.setdefault(parameter, _decays(owner, name, parameter))
+    return found
+
+
+def _decays(owner: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    # A copy of a module loses its parameters' flags; A_log is the one matrix that would then decay.
+    flagged = getattr(parameter, "_no_weight_decay", False) or name == "A_log"
+    is_norm = "norm" in type(owner).__name__.lower()
+    return parameter.dim() == 2 and not (flagged or is_norm or name.endswith("bias"))
+
+
+def _projections(module: nn.Module) -> dict[nn.Parameter, dict[str, int]]:
+    """The trainable weights that consist of independent maps, and the rows of each map in order."""
+    found = {}
+    for owner in module.modules():
+        for name, rows in getattr(owner, "independent_maps", {}).items():
+            # An adapter around the projection shows the weight of its base layer, often frozen.
+            weight = getattr(getattr(owner, name), "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                if weight.dim() != 2 or len(weight) != sum(rows.values()):
+                    raise ValueError(f"{name}.weight of shape {tuple(weight.shape)} does not have the rows of {rows}")
+                found[weight] = {name: count for name, count in rows.items() if count}
+    return found
+
+
+class _Maps:
+    """The leaves of one weight. As a hook of the weight it hands the gradient over to them."""
+
+    def __init__(self, weight: nn.Parameter, rows: dict[str, int]):
+        self.rows = rows
+        parts = weight.detach().split(list(rows.values()))
+        self.leaves = {name: nn.Parameter(part) for name, part in zip(rows, parts, strict=True)}
+        self.handle = weight.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, weight: Tensor) -> None:
+        if not self.share_memory_with(weight):
+            raise RuntimeError(
+                "a weight has moved since param_groups() split it, so its optimizer would step on memory left behind; "
+                "call param_groups() again and make a new optimizer"
+            )
+        assert weight.grad is not None  # the hook runs after it has been accumulated
+        for leaf, grad in zip(self.leaves.values(), weight.grad.split(list(self.rows.values())), strict=True):
+            if leaf.grad is None:
+                leaf.grad = grad
+            else:
+                leaf.grad += grad
+        weight.grad = None
+
+    def share_memory_with(self, weight: Tensor) -> bool:
+        return next(iter(self.leaves.values())).data_ptr() == weight.data_ptr()
+
+
+# Beside the parameters, not on them: what is on a parameter would be pickled with it.
+_MAPS = WeakIdKeyDictionary()
+
+
+def _split(weight: nn.Parameter, rows: dict[str, int]) -> dict[str, nn.Parameter]:
+    """The leaves of `weight`, the same at every call as long as they share its memory; itself if it is one map."""
+    maps = _MAPS.get(weight)
+    if maps is not None and maps.rows == rows and maps.share_memory_with(weight):
+        return maps.leaves
+    _join(weight)
+    if len(rows) == 1:
+        return dict.fromkeys(rows, weight)
+    _MAPS[weight] = maps = _Maps(weight, rows)
+    return maps.leaves
+
+
+def _join(weight: nn.Parameter) -> None:
+    """Undo `_split`: the weight keeps its gradients again."""
+    maps = _MAPS.pop(weight, None)
+    if maps is not None:
+        maps.handle.remove()
