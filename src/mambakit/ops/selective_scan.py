@@ -1,8 +1,8 @@
 """Mamba-1's selective scan: one decay per channel and state entry, evaluated block by block.
 
 A block is a run of tokens whose states fit in cache. Its arrays are `lbgrp`: token, row, group, state entry, and `p`,
-the channel in a group. Everything is computed for a whole block at once except the recurrence itself, which takes one
-operation per token on the states of all rows and channels. The backward pass keeps the inputs and recomputes the rest.
+the channel in a group. Everything is computed for a whole block at once, the recurrence in a number of operations that
+grows with the logarithm of its length. The backward pass keeps the inputs and recomputes the rest.
 """
 
 import math
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 
-BLOCK_ELEMENTS = 1 << 19
-"""State entries in each array of a block: a few megabytes, so that the passes over a block stay in cache."""
+BLOCK_ELEMENTS = 1 << 18
+"""State entries in each array of a block: a megabyte or so, so that the passes over a block stay in cache."""
 
 BLOCK_TOKENS = 16
 """Fewest tokens in a block. The backward pass keeps one state per block, so this bounds its memory."""
@@ -148,17 +148,38 @@ def scan_block(tokens: Tokens, a_grp: Tensor, state_bgrp: Tensor) -> tuple[Tenso
     if tokens.fresh_111 is not None:
         decay_lbgrp.masked_fill_(tokens.fresh_111, 0)
     state_lbgrp = tokens.b_g1r.mT * (tokens.dt_g1p * tokens.x_g1p)
-    for decay_bgrp, next_bgrp in zip(decay_lbgrp, state_lbgrp, strict=True):
-        state_bgrp = next_bgrp.addcmul_(decay_bgrp, state_bgrp)
+    state_lbgrp[0].addcmul_(decay_lbgrp[0], state_bgrp)
+    accumulate_(decay_lbgrp[1:], state_lbgrp)
     return decay_lbgrp, state_lbgrp
+
+
+def accumulate_(link: Tensor, value: Tensor, *, back: bool = False) -> None:
+    """`value[t] += link[t - 1] value[t - 1]` from the first token on, or `value[t] += link[t] value[t + 1]` back; in place.
+
+    Neighbours are joined to pairs, the sequence of pairs, half as long, is solved, and the tokens between are filled in.
+    """
+    length = len(value)
+    if length < 2:
+        return
+    pairs, between = length // 2, (length - 1) // 2
+    start = length % 2 if back else 0
+    inside, across = link[start::2][:pairs], link[start + 1 :: 2][: pairs - 1]
+    left, right = value[start::2][:pairs], value[start + 1 :: 2][:pairs]
+    joined, partner = (left, right) if back else (right, left)
+    joined.addcmul_(inside, partner)
+    if pairs > 1:
+        accumulate_(across * (inside[:-1] if back else inside[1:]), joined, back=back)
+    if between and back:
+        value[1 - start :: 2][:between].addcmul_(link[1 - start :: 2][:between], joined[-between:])
+    elif between:
+        value[2::2].addcmul_(link[1::2][:between], joined[:between])
 
 
 def scan_block_back(c_lbg1r: Tensor, decay_lbgrp: Tensor, dy_lbg1p: Tensor, d_last_bgrp: Tensor) -> Tensor:
     """The gradient of the state after each token: g_t = c_t dy_t + decay_{t+1} g_{t+1}."""
     d_state_lbgrp = c_lbg1r.mT * dy_lbg1p
     d_state_lbgrp[-1] += d_last_bgrp
-    for l in range(len(d_state_lbgrp) - 2, -1, -1):
-        d_state_lbgrp[l].addcmul_(decay_lbgrp[l + 1], d_state_lbgrp[l + 1])
+    accumulate_(decay_lbgrp[1:], d_state_lbgrp, back=True)
     return d_state_lbgrp
 
 
