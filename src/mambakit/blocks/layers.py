@@ -42,17 +42,17 @@ class GatedRMSNorm(RMSNorm):
 
 
 class CausalConv1d(nn.Conv1d):
-    """Depthwise `Conv1d` without padding that computes in the layout of channels-last data.
+    """`Conv1d` that, when depthwise and unpadded, computes in the layout of channels-last data.
 
-    A real `Conv1d` by name, type and parameters, so adapters that wrap one find what they know.
+    A real `Conv1d` by constructor, parameters and results, so that adapters which wrap one, or make more of its type, find
+    what they know.
     """
 
-    def __init__(self, channels: int, kernel: int, bias: bool, device: Any = None, dtype: Any = None):
-        super().__init__(channels, channels, kernel, groups=channels, bias=bias, device=device, dtype=dtype)
-
     def forward(self, input: Tensor) -> Tensor:
-        x_bSv = input.mT
-        return Correlate.apply(x_bSv, self.weight[:, 0], self.bias, None, None, (0, 0)).mT
+        depthwise = self.groups == self.in_channels == self.out_channels
+        if not depthwise or self.padding != (0,) or self.stride != (1,) or self.dilation != (1,):
+            return super().forward(input)
+        return Correlate.apply(input.mT, self.weight[:, 0], self.bias, None, None, (0, 0)).mT
 
 
 def convolve(

@@ -71,7 +71,7 @@ class Mamba1(nn.Module):
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         i, r = config.d_inner, config.state_rank
         self.in_proj = nn.Linear(config.d_model, 2 * i, bias=config.bias, **made)
-        self.conv1d = CausalConv1d(i, config.conv_kernel, config.conv_bias, **made)
+        self.conv1d = CausalConv1d(i, i, config.conv_kernel, groups=i, bias=config.conv_bias, **made)
         self.x_proj = nn.Linear(i, config.dt_width + 2 * r, bias=False, **made)
         self.dt_proj = nn.Linear(config.dt_width, i, **made)
         self.A_log = mark(nn.Parameter(torch.empty(i, r, **wide)))

@@ -93,10 +93,10 @@ class Mamba2(nn.Module):
         self.config = config
         made = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
-        h, p = config.nheads, config.per_head_dim
+        h, p, v = config.nheads, config.per_head_dim, config.conv_dim
         groups = 2 * config.ngroups * config.state_rank
         self.in_proj = nn.Linear(config.d_model, 2 * config.d_inner + groups + h, bias=config.bias, **made)
-        self.conv1d = CausalConv1d(config.conv_dim, config.conv_kernel, config.conv_bias, **made)
+        self.conv1d = CausalConv1d(v, v, config.conv_kernel, groups=v, bias=config.conv_bias, **made)
         self.dt_bias = mark(nn.Parameter(torch.empty(h, **wide)), keep_init=True)
         self.A_log = mark(nn.Parameter(torch.empty(h, **wide)))
         self.D = mark(nn.Parameter(torch.empty(h * p if config.D_has_hdim else h, **wide)))
