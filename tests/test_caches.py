@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -222,6 +223,26 @@ def test_a_file_that_is_no_cache_says_so(tmp_path, damage):
     assert path.read_bytes() != whole
     with pytest.raises(ValueError, match="cache"):
         caches.load(path)
+
+
+def test_tensors_beyond_the_structure_are_refused(tmp_path):
+    path = tmp_path / "cache"
+    caches.save([torch.ones(2)], path)
+    with safe_open(path, "pt") as file:
+        save_file({"cache[0]": torch.ones(2), "cache[1]": torch.ones(2)}, path, file.metadata())
+    with pytest.raises(ValueError, match=r"does not name: cache\[1\]"):
+        caches.load(path)
+
+
+def test_a_loaded_cache_is_not_the_file(tmp_path):
+    path = tmp_path / "cache"
+    cache = [torch.randn(1000)]
+    caches.save(cache, path)
+    loaded = caches.load(path)
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.write(bytes(size))
+    assert_same(loaded, cache)
 
 
 def test_weights_are_no_cache(tmp_path):

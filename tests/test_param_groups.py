@@ -239,7 +239,8 @@ def test_without_muon_the_weights_are_ordinary_again():
 
 def test_a_step_on_a_leaf_is_noticed_by_a_stale_graph():
     block = BLOCKS["mamba2"]()
-    optimizer = optimizers(block.param_groups(muon=True))[0]
+    leaves = members(of(block.param_groups(muon=True), "muon"))
+    optimizer = torch.optim.Muon([leaf for leaf in leaves if leaf.data_ptr() in addresses(block.in_proj.weight)])
     x = torch.randn(1, 4, 16, requires_grad=True)
     loss = loss_of(block, x)
     loss.backward(retain_graph=True)
@@ -312,6 +313,16 @@ def test_adapters_go_to_adamw_and_a_frozen_base_nowhere(frozen):
     assert held.isdisjoint(addresses(adapted.weight)) == frozen
     loss_of(block, torch.randn(1, 4, 16)).backward()
     assert all(p.grad is not None for p in members(groups))
+
+
+def test_a_weight_of_another_shape_is_refused_unless_it_is_frozen():
+    block = BLOCKS["mamba2"]()
+    block.in_proj.weight = nn.Parameter(torch.zeros(block.in_proj.weight.numel() // 2, 1), requires_grad=False)
+    held = {address for p in members(block.param_groups(muon=True)) for address in addresses(p)}
+    assert held.isdisjoint(addresses(block.in_proj.weight))
+    block.in_proj.weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"in_proj.weight of shape \(.*\) does not have the rows of"):
+        block.param_groups(muon=True)
 
 
 def test_a_stack_is_split_block_by_block_and_the_rest_goes_to_adamw():
