@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mambakit.ops.causal_conv import Correlate
+from mambakit.ops.causal_conv import correlate
 from mambakit.ops.norm import gated_rms_norm, rms_norm
 
 
@@ -52,7 +52,10 @@ class CausalConv1d(nn.Conv1d):
         depthwise = self.groups == self.in_channels == self.out_channels
         if not depthwise or self.padding != (0,) or self.stride != (1,) or self.dilation != (1,):
             return super().forward(input)
-        return Correlate.apply(input.mT, self.weight[:, 0], self.bias, None, None, (0, 0)).mT
+        if input.shape[-1] == self.kernel_size[0] and torch.promote_types(input.dtype, torch.float32) == input.dtype:
+            y_bv1 = (input * self.weight[:, 0]).sum(-1, keepdim=True)
+            return y_bv1 if self.bias is None else y_bv1 + self.bias[:, None]
+        return correlate(input.mT, self.weight[:, 0], self.bias).mT
 
 
 def convolve(
@@ -65,6 +68,9 @@ def convolve(
     """
     window_bvk = window_bvk.to(x_bsv.dtype)
     k = window_bvk.shape[2]
+    if x_bsv.shape[1] == 1 and lengths_b is None:
+        window_bvk = torch.cat([window_bvk[:, :, 1:], x_bsv.mT], 2)
+        return conv(window_bvk).mT, window_bvk
     spaced_bSv = torch.cat([window_bvk[:, :, 1:].mT, x_bsv], 1)
     if segments_bs is None:
         return conv(spaced_bSv.mT).mT, _window_after(x_bsv, window_bvk, None, lengths_b)

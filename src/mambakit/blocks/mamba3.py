@@ -15,7 +15,7 @@ from mambakit.blocks.layers import RMSNorm, init_dt_bias, last_token, mark
 from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.activations import heavy_tail, softplus
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
-from mambakit.ops.rotation import rotate, running_angle
+from mambakit.ops.rotation import rotate_all, running_angle
 from mambakit.ops.ssd import learned_start
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.trapezoid import PATHWAYS, trapezoid
@@ -360,8 +360,8 @@ class Mamba3(nn.Module):
         angle_bsha, last = running_angle(
             token.rot_bsR, token.dt_bsh, config.rotation_range, carried, segments_bs=segments_bs
         )
-        pairing = config.pairing
-        return rotate(b_bsmhr, angle_bsha, pairing).to(dtype), rotate(c_bsmhr, angle_bsha, pairing).to(dtype), last
+        b_bsmhr, c_bsmhr = rotate_all((b_bsmhr, c_bsmhr), angle_bsha, config.pairing)
+        return b_bsmhr.to(dtype), c_bsmhr.to(dtype), last
 
     def expand(self, x_XXhp: Tensor, name: str) -> Tensor:
         """`[..., h, p]` to one copy per rank, each with its own weights."""

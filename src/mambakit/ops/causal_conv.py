@@ -56,12 +56,12 @@ def convolve(
 ) -> Tensor:
     k = weight_vk.shape[1]
     if window_bvk is None:
-        return Correlate.apply(x_bsv, weight_vk, bias_v, segments_bs, segments_bs, (k - 1, 0))
+        return correlate(x_bsv, weight_vk, bias_v, segments_bs, segments_bs, (k - 1, 0))
     x_bSv = torch.cat((window_bvk[:, :, 1:].mT, x_bsv), dim=1)
     segments_bS = None
     if segments_bs is not None:
         segments_bS = torch.cat((segments_bs[:, :1].expand(-1, k - 1), segments_bs), dim=1)
-    return Correlate.apply(x_bSv, weight_vk, bias_v, segments_bS, segments_bs, (0, 0)).to(x_bsv.dtype)
+    return correlate(x_bSv, weight_vk, bias_v, segments_bS, segments_bs).to(x_bsv.dtype)
 
 
 def last_inputs(x_bsv: Tensor, window_bvk: Tensor | None, k: int, segments_bs: Tensor | None) -> Tensor:
@@ -99,6 +99,19 @@ def read(x_bSv: Tensor, x_ids_bS: Tensor | None, y_ids_bs: Tensor | None, inputs
         return x_bSv[:, inputs]
     same_bs1 = (x_ids_bS[:, inputs] == y_ids_bs[:, outputs])[:, :, None]
     return torch.where(same_bs1, x_bSv[:, inputs], 0)
+
+
+def correlate(
+    x_bSv: Tensor,
+    weight_vk: Tensor,
+    bias_v: Tensor | None,
+    x_ids_bS: Tensor | None = None,
+    y_ids_bs: Tensor | None = None,
+    pad: tuple[int, int] = (0, 0),
+) -> Tensor:
+    """`Correlate`, without its bookkeeping where no gradient is wanted."""
+    inputs = (x_bSv, weight_vk, bias_v, x_ids_bS, y_ids_bs, pad)
+    return Correlate.apply(*inputs) if torch.is_grad_enabled() else Correlate.forward(*inputs)
 
 
 class Correlate(torch.autograd.Function):

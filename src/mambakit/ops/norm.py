@@ -42,7 +42,9 @@ def gated_rms_norm(
     gate = None if z is None else F.silu(z.to(wide))
     y = x.to(wide) if gate is None or norm_before_gate else x * gate
     scale = None if weight is None else weight.unflatten(0, (-1, group_size))
-    y = Norm.apply(y.unflatten(-1, (-1, group_size)), scale, eps).flatten(-2)
+    # The function's bookkeeping takes longer than a token's norm; without gradients it is not needed.
+    norm = Norm.apply if torch.is_grad_enabled() else Norm.forward
+    y = norm(y.unflatten(-1, (-1, group_size)), scale, eps).flatten(-2)
     return (y if gate is None or not norm_before_gate else y * gate).to(x.dtype)
 
 

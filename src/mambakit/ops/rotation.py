@@ -52,25 +52,38 @@ def rotate(x_bsmhr: Tensor, angle_bsha: Tensor, pairing: str = "interleaved") ->
     Pairs are `(2q, 2q + 1)` when `"interleaved"` and `(q, q + r / 2)` when `"half"`. Computed in at least float32,
     returned in the dtype of `x`.
     """
-    size = bind(x_bsmhr=x_bsmhr, angle_bsha=angle_bsha)
-    check_floats({"x_bsmhr": x_bsmhr}, {"angle_bsha": angle_bsha})
-    if pairing not in ("interleaved", "half"):
-        raise ValueError(f'pairing = {pairing!r} is unknown; use "interleaved" or "half"')
-    if size.r % 2 or 2 * size.a > size.r:
-        raise ValueError(f"{size.a} angles need an even state axis of at least {2 * size.a} entries, got {size.r}")
+    return rotate_all((x_bsmhr,), angle_bsha, pairing)[0]
+
+
+def rotate_all(xs_bsmhr: tuple[Tensor, ...], angle_bsha: Tensor, pairing: str = "interleaved") -> tuple[Tensor, ...]:
+    """`rotate` for several tensors and one sine and cosine."""
+    for x_bsmhr in xs_bsmhr:
+        size = bind(x_bsmhr=x_bsmhr, angle_bsha=angle_bsha)
+        check_floats({"x_bsmhr": x_bsmhr}, {"angle_bsha": angle_bsha})
+        if pairing not in ("interleaved", "half"):
+            raise ValueError(f'pairing = {pairing!r} is unknown; use "interleaved" or "half"')
+        if size.r % 2 or 2 * size.a > size.r:
+            raise ValueError(f"{size.a} angles need an even state axis of at least {2 * size.a} entries, got {size.r}")
     angle_bs1ha = angle_bsha.to(torch.promote_types(angle_bsha.dtype, torch.float32))[:, :, None]
     cos_bs1ha, sin_bs1ha = torch.cos(angle_bs1ha), torch.sin(angle_bs1ha)
+    turn = turn_neighbours if pairing == "interleaved" else turn_halves
+    return tuple(turn(x_bsmhr, cos_bs1ha, sin_bs1ha) for x_bsmhr in xs_bsmhr)
 
-    def turn(first_bsmha: Tensor, second_bsmha: Tensor) -> tuple[Tensor, Tensor]:
-        turned_first = first_bsmha * cos_bs1ha - second_bsmha * sin_bs1ha
-        turned_second = first_bsmha * sin_bs1ha + second_bsmha * cos_bs1ha
-        return turned_first.to(x_bsmhr.dtype), turned_second.to(x_bsmhr.dtype)
 
-    if pairing == "interleaved":
-        turned, rest = x_bsmhr.split((2 * size.a, size.r - 2 * size.a), dim=-1)
-        pairs = turn(*turned.unflatten(-1, (size.a, 2)).unbind(-1))
-        return torch.cat((torch.stack(pairs, dim=-1).flatten(-2), rest), dim=-1)
-    sizes = (size.a, size.r // 2 - size.a) * 2
-    first, rest_first, second, rest_second = x_bsmhr.split(sizes, dim=-1)
-    first, second = turn(first, second)
+def turn_neighbours(x_bsmhr: Tensor, cos_bs1ha: Tensor, sin_bs1ha: Tensor) -> Tensor:
+    angles, r = cos_bs1ha.shape[-1], x_bsmhr.shape[-1]
+    turned, rest = x_bsmhr.split((2 * angles, r - 2 * angles), dim=-1)
+    first, second = turned.unflatten(-1, (angles, 2)).unbind(-1)
+    pairs = torch.stack(turn_pairs(first, second, cos_bs1ha, sin_bs1ha), dim=-1).flatten(-2)
+    return torch.cat((pairs.to(x_bsmhr.dtype), rest), dim=-1)
+
+
+def turn_halves(x_bsmhr: Tensor, cos_bs1ha: Tensor, sin_bs1ha: Tensor) -> Tensor:
+    angles, half = cos_bs1ha.shape[-1], x_bsmhr.shape[-1] // 2
+    first, rest_first, second, rest_second = x_bsmhr.split((angles, half - angles) * 2, dim=-1)
+    first, second = (t.to(x_bsmhr.dtype) for t in turn_pairs(first, second, cos_bs1ha, sin_bs1ha))
     return torch.cat((first, rest_first, second, rest_second), dim=-1)
+
+
+def turn_pairs(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(first * sin, second, cos)

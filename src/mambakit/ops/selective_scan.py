@@ -86,10 +86,13 @@ def scan_token(
     x_bi: Tensor, dt_bi: Tensor, a_ir: Tensor, b_bgr: Tensor, c_bgr: Tensor, state_bir: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan` of one token, out of elementwise operations and a sum, which autocast leaves alone."""
-    b_bir, c_bir = (t.to(a_ir.dtype).repeat_interleave(x_bi.shape[1] // t.shape[1], dim=1) for t in (b_bgr, c_bgr))
-    dt_bi1 = dt_bi.to(a_ir.dtype)[..., None]
-    state_bir = torch.exp(dt_bi1 * a_ir) * state_bir + dt_bi1 * x_bi[..., None] * b_bir
-    return cast((state_bir * c_bir).sum(dim=-1), x_bi.dtype), state_bir
+    groups, dtype = b_bgr.shape[1], a_ir.dtype
+    dt_bgp, x_bgp = (t.to(dtype).unflatten(1, (groups, -1)) for t in (dt_bi, x_bi))
+    decay_bgpr = (dt_bgp[..., None] * (math.log2(math.e) * a_ir.unflatten(0, (groups, -1)))).exp2()
+    write_bgpr = (dt_bgp * x_bgp)[..., None] * b_bgr.to(dtype)[:, :, None]
+    state_bgpr = torch.addcmul(write_bgpr, decay_bgpr, state_bir.unflatten(1, (groups, -1)))
+    y_bgp = (state_bgpr * c_bgr.to(dtype)[:, :, None]).sum(dim=-1)
+    return cast(y_bgp.flatten(1), x_bi.dtype), state_bgpr.flatten(1, 2)
 
 
 class Tokens(NamedTuple):

@@ -93,16 +93,28 @@ def one_token(
     state_bhpr: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence itself, for decoding."""
+    """The recurrence itself, for decoding: as few passes over the state as there are."""
     groups = b_bmgr.shape[2]
-    v_bmgqp = v_bmhp.unflatten(2, (groups, -1))
-    held_bgqpr = (da_bh.exp()[..., None, None] * state_bhpr).unflatten(1, (groups, -1))
-    write_bgqpr = torch.einsum("bmgqp,bmgr->bgqpr", v_bmgqp, b_bmgr)
-    later_bgq11 = w_later_bh.unflatten(1, (groups, -1))[..., None, None]
-    now_bgq11 = w_now_bh.unflatten(1, (groups, -1))[..., None, None]
-    y_bmgqp = torch.einsum("bgqpr,bmgr->bmgqp", held_bgqpr + now_bgq11 * write_bgqpr, c_bmgr)
-    state_bgqpr = held_bgqpr + later_bgq11 * write_bgqpr
-    return y_bmgqp.flatten(2, 3)[:, None].to(dtype), state_bgqpr.flatten(1, 2)
+    held_bhpr = da_bh.exp()[..., None, None] * state_bhpr
+    b_bgmr, c_bgmr = b_bmgr.transpose(1, 2), c_bmgr.transpose(1, 2)
+    v_bgjP = v_bmhp.transpose(1, 2).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
+    # Rows times a transposed matrix: the other way round the product takes several times as long.
+    held_bgmP = c_bgmr @ held_bhpr.unflatten(1, (groups, -1)).flatten(2, 3).mT
+    own_bgmP = (c_bgmr @ b_bgmr.mT) @ v_bgjP
+    y_bgmqp, own_bgmqp = (t.unflatten(3, (-1, v_bmhp.shape[3])) for t in (held_bgmP, own_bgmP))
+    y_bgmqp = torch.addcmul(y_bgmqp, own_bgmqp, w_now_bh.unflatten(1, (groups, 1, -1))[..., None])
+    y_bmhp = y_bgmqp.transpose(2, 3).flatten(1, 2).transpose(1, 2)
+    return y_bmhp[:, None].to(dtype), add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr)
+
+
+def add_write(state_bhpr: Tensor, weight_bh: Tensor, v_bmhp: Tensor, b_bmgr: Tensor) -> Tensor:
+    """`state + weight u` with `u = sum_m v[m] (x) b[m]`."""
+    groups = b_bmgr.shape[2]
+    v_bmgqp = (weight_bh[:, None, :, None] * v_bmhp).unflatten(2, (groups, -1))
+    state_bgqpr = state_bhpr.unflatten(1, (groups, -1))
+    if v_bmhp.shape[1] == 1:
+        return torch.addcmul(state_bgqpr, v_bmgqp[:, 0, ..., None], b_bmgr[:, 0, :, None, None]).flatten(1, 2)
+    return (state_bgqpr + torch.einsum("bmgqp,bmgr->bgqpr", v_bmgqp, b_bmgr)).flatten(1, 2)
 
 
 def into_chunks(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.shapes import bind, full_precision
-from mambakit.ops.ssd import ssd
+from mambakit.ops.ssd import add_write, ssd
 from mambakit.ops.ssd_path import SsdPath
 
 PATHWAYS = ("single", "double")
@@ -78,7 +78,8 @@ def _single(v, b, c, da_bsh, gamma_bsh, left_bsh, state_bhpr, v_last_bmhp, b_las
     if state_bhpr is None:
         state_bhpr = v.new_zeros(v.shape[0], *v.shape[3:], b.shape[-1], dtype=gamma_bsh.dtype)
     if v.shape[1]:
-        state_bhpr = state_bhpr + left_bsh[:, 0, :, None, None] * _write(v_last_bmhp, b_last_bmgr, state_bhpr.dtype)
+        last = (tensor.to(left_bsh.dtype) for tensor in (v_last_bmhp, b_last_bmgr))
+        state_bhpr = add_write(state_bhpr.to(left_bsh.dtype), left_bsh[:, 0], *last)
     # The last token has no successor here; its left-end share is added by the next call.
     w_later_bsh = gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, min(v.shape[1], 1)))
     return ssd(v, b, c, da_bsh, gamma_bsh, w_later_bsh, state_bhpr, path=path, segments_bs=segments_bs)
@@ -92,9 +93,3 @@ def _double(v, b, c, da_bsh, gamma_bsh, left_bsh, state_bhpr, v_last_bmhp, b_las
     y_late, state_late = ssd(v_late, b_late, c, da_bsh, beta_bsh, beta_bsh, path=path, segments_bs=segments_bs)
     return y_now + y_late, state_now + state_late
 
-
-def _write(v_bmhp: Tensor, b_bmgr: Tensor, dtype: torch.dtype) -> Tensor:
-    """u = sum_m v[m] (x) b[m], per head."""
-    groups = b_bmgr.shape[2]
-    write_bgqpr = torch.einsum("bmgqp,bmgr->bgqpr", v_bmhp.to(dtype).unflatten(2, (groups, -1)), b_bmgr.to(dtype))
-    return write_bgqpr.flatten(1, 2)

@@ -1,0 +1,184 @@
+"""Forward, training and step of one block per family, beside the same block in transformers and mambapy.
+
+python -m benchmarks.block            both shapes, all peers (about ten minutes)
+python -m benchmarks.block --quick    burn-mamba's published case only
+
+Peers get our weights and their outputs are compared, so that all of them compute the same thing. They need the `bench` extra.
+"""
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.measure import gemm_task, interleaved, median, table, write_json
+from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
+
+# burn-mamba's published case, and the width of a 130M model.
+SHAPES = {
+    "small": {"batch": 2, "tokens": 256, "d_model": 256, "state_rank": 64, "per_head_dim": 64},
+    "wide": {"batch": 1, "tokens": 2048, "d_model": 768, "state_rank": 128, "per_head_dim": 64},
+}
+
+
+def ours(n: dict[str, int]) -> dict[str, nn.Module]:
+    # Mamba-1's own state is 16 wide; burn-mamba's case gives all families the same.
+    rank1 = n["state_rank"] if n["d_model"] == 256 else 16
+    heads: dict[str, Any] = {key: n[key] for key in ("d_model", "state_rank", "per_head_dim")}
+    return {
+        "Mamba-1": Mamba1(Mamba1Config(d_model=n["d_model"], state_rank=rank1)),
+        "Mamba-2": Mamba2(Mamba2Config(**heads)),
+        "Mamba-3": Mamba3(Mamba3Config(**heads)),
+        "Mamba-3 MIMO": Mamba3(Mamba3Config(**heads, is_mimo=True, mimo_rank=4)),
+    }
+
+
+def our_tasks(block: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    with torch.no_grad():
+        cache = block(x[:, :8])[1]
+
+    def forward():
+        with torch.no_grad():
+            return block(x)[0]
+
+    def step():
+        with torch.no_grad():
+            return block.step(x[:, 0], cache)  # type: ignore[operator]
+
+    return {"forward": forward, "train": lambda: train(block, lambda: block(x)[0]), "step": step}
+
+
+def train(module: nn.Module, run: Callable[[], torch.Tensor]) -> None:
+    module.zero_grad()
+    run().square().mean().backward()
+
+
+def transformers_tasks(family: str, block: Any, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = block.config
+    if family == "Mamba-1":
+        from transformers.models.mamba.modeling_mamba import MambaMixer as Mixer
+
+        settings = transformers.MambaConfig(
+            hidden_size=config.d_model, state_size=config.state_rank, num_hidden_layers=1, expand=2
+        )
+    else:
+        from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer as Mixer
+
+        settings = transformers.Mamba2Config(
+            hidden_size=config.d_model,
+            state_size=config.state_rank,
+            head_dim=config.per_head_dim,
+            num_heads=config.nheads,
+            n_groups=1,
+            num_hidden_layers=1,
+            expand=2,
+        )
+    mixer = Mixer(settings, layer_idx=0)
+    mixer.load_state_dict(block.state_dict())
+    cache = transformers.DynamicCache(config=settings)
+    with torch.no_grad():
+        mixer(x[:, :8], cache_params=cache)
+
+    def forward():
+        with torch.no_grad():
+            return mixer(x)
+
+    def step():
+        with torch.no_grad():
+            return mixer(x[:, :1], cache_params=cache)
+
+    return {"forward": forward, "train": lambda: train(mixer, lambda: mixer(x)), "step": step}
+
+
+def mambapy_tasks(block: Any, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    from mambapy.mamba import MambaBlock, MambaConfig
+
+    peer = MambaBlock(MambaConfig(d_model=block.config.d_model, n_layers=1, d_state=block.config.state_rank))
+    peer.load_state_dict(block.state_dict())
+    inner, kernel = block.config.d_inner, block.config.conv_kernel
+    # Its cache starts empty: no state, and the convolution's inputs but the newest.
+    cache = (None, torch.zeros(len(x), inner, kernel - 1))
+
+    def forward():
+        with torch.no_grad():
+            return peer(x)
+
+    def step():
+        with torch.no_grad():
+            return peer.step(x[:, 0], cache)
+
+    return {"forward": forward, "train": lambda: train(peer, lambda: peer(x)), "step": step}
+
+
+def available(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def measure(shape: str, threads: int, repeats: int) -> list[dict[str, Any]]:
+    n = SHAPES[shape]
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    x = torch.randn(n["batch"], n["tokens"], n["d_model"])
+    gemm, flops = gemm_task()
+    tasks: dict[Any, Callable[[], Any]] = {"gemm": gemm}
+    for family, block in ours(n).items():
+        libraries = {"mambakit": our_tasks(block, x)}
+        if available("transformers") and family in ("Mamba-1", "Mamba-2"):
+            libraries["transformers"] = transformers_tasks(family, block, x)
+        if available("mambapy") and family == "Mamba-1":
+            libraries["mambapy"] = mambapy_tasks(block, x)
+        want = libraries["mambakit"]["forward"]()
+        for library, runs in libraries.items():
+            difference = ((runs["forward"]() - want).abs().max() / want.abs().max()).item()
+            assert difference < 1e-3, f"{library} computes another {family}: {difference}"
+            tasks |= {(family, library, what): run for what, run in runs.items()}
+    times = interleaved(tasks, repeats)
+    rate = flops / median(times.pop("gemm")) / 1e9
+    return [
+        {
+            "shape": shape,
+            "threads": threads,
+            "family": family,
+            "library": library,
+            "what": what,
+            "ms": 1e3 * median(seconds),
+            "times": len(seconds),
+            "gemm_gflops": rate,
+        }
+        for (family, library, what), seconds in times.items()
+    ]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    cells = {(r["shape"], r["threads"], r["family"], r["library"], r["what"]): r["ms"] for r in rows}
+    lines = []
+    for shape, threads, family, library in dict.fromkeys((r["shape"], r["threads"], r["family"], r["library"]) for r in rows):
+        line = [shape, str(threads), family, library]
+        for what in ("forward", "train", "step"):
+            ms, own = cells[shape, threads, family, library, what], cells[shape, threads, family, "mambakit", what]
+            line.append(f"{ms:.2f}" if library == "mambakit" else f"{ms:.2f} ({ms / own:.1f}x)")
+        lines.append(line)
+    print(table(["shape", "threads", "family", "library", "forward ms", "train ms", "step ms"], lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small shape only")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure at")
+    parser.add_argument("--repeats", type=int, default=7, help="interleaved rounds (median)")
+    arguments = parser.parse_args()
+    shapes = ["small"] if arguments.quick else list(SHAPES)
+    rows = [row for t in arguments.threads for shape in shapes for row in measure(shape, t, arguments.repeats)]
+    print(f"\nfloat32; {SHAPES}\nin brackets: times our time\n")
+    show(rows)
+    print(f"\nwritten to {write_json('block', {'shapes': SHAPES, 'rows': rows}).name}")
+
+
+if __name__ == "__main__":
+    main()
