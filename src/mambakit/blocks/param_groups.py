@@ -29,8 +29,9 @@ def param_groups(module: nn.Module, *, weight_decay: float = 0.1, muon: bool = F
 
     With `muon=True` the projections that a block names in `independent_maps` are split into their maps. Those of a
     fused weight are leaves that share its memory and receive its gradient, while its own `grad` is None after a
-    backward pass. So clear and clip gradients by the groups, not by `module.parameters()`. Calling again returns the
-    same leaves; `muon=False` makes the fused weights ordinary parameters again.
+    backward pass. So clear, clip and, over several processes, average gradients by the groups, not by
+    `module.parameters()`. Calling again returns the same leaves; `muon=False` makes the fused weights ordinary
+    parameters again.
     """
     muon_maps: list[Tensor] = []
     decaying: list[Tensor] = []
