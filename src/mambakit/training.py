@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambakit import caches
+from mambakit.caches import clone, detach
 
 
 def run_in_segments(
@@ -33,7 +33,7 @@ def run_in_segments(
     outputs = []
     for piece in _cut(x_bsd, segment_len, mask_bs, reset_bs, options):
         if truncated and outputs:
-            cache = caches.detach(cache)
+            cache = detach(cache)
         y_bsd, cache = checkpoint(_run, block, piece, cache, use_reentrant=False)
         outputs.append(y_bsd)
     return torch.cat(outputs, 1), cache
@@ -60,7 +60,7 @@ def segments(
     def run(cache: Any) -> Iterator[tuple[slice, Tensor, Any]]:
         for piece in pieces:
             y_bsd, cache = _run(block, piece, cache)
-            cache = caches.detach(cache)
+            cache = detach(cache)
             yield piece.where, y_bsd, cache
             del y_bsd  # and its graph, before the next one is made
 
@@ -100,4 +100,4 @@ def _cut(
 def _run(block: nn.Module, piece: _Piece, cache: Any) -> tuple[Tensor, Any]:
     y_bsd, cache = block(piece.x_bsd, cache, **piece.options)
     # A carried tensor may be a view of a whole segment's activations, such as their last token, and keep all of them.
-    return y_bsd, caches.clone(cache)
+    return y_bsd, clone(cache)
