@@ -7,7 +7,7 @@ import mambakit
 
 ROOT = Path(mambakit.__file__).parent
 # A part may import from itself and from the parts below it.
-LAYERS = ["ops", "blocks", "caches", "training", "models", "checkpoints", "generation", "cli"]
+LAYERS = ["ops", "blocks", "caches", "models", "training", "checkpoints", "generation", "cli"]
 
 
 def imports_of(file: Path) -> set[str]:

@@ -4,12 +4,16 @@ from mambakit import caches
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
+from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.models.layer import Layer
+from mambakit.models.stack import Stack, StackConfig
 from mambakit.ops.causal_conv import causal_conv
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.trapezoid import trapezoid
+from mambakit.training import run_in_segments, segments
 
 Mamba2SsdPath = SsdPath
 Mamba3SsdPath = SsdPath
@@ -17,6 +21,8 @@ Mamba3SsdPath = SsdPath
 __version__ = "0.1.0"
 
 __all__ = [
+    "LanguageModel",
+    "Layer",
     "Mamba1",
     "Mamba1Cache",
     "Mamba1Config",
@@ -31,9 +37,14 @@ __all__ = [
     "Mamba3DoubleSsdInput",
     "Mamba3SingleSsdInput",
     "Mamba3SsdPath",
+    "ModelConfig",
     "SsdPath",
+    "Stack",
+    "StackConfig",
     "caches",
     "causal_conv",
+    "run_in_segments",
+    "segments",
     "selective_scan",
     "ssd",
     "trapezoid",

@@ -1,0 +1,82 @@
+"""A language model: embedding, stack, norm, head; parameters named as in official checkpoints."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mambakit.blocks.config import check_positive
+from mambakit.models.layer import make_norm, normed
+from mambakit.models.stack import Stack, StackCache, StackConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig(StackConfig):
+    vocab_size: int
+    pad_vocab_size_multiple: int = 8
+    """The embedding has a multiple of this many rows; ids at or above `vocab_size` are never used."""
+    tie_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        StackConfig.__post_init__(self)
+        check_positive(self, "vocab_size", "pad_vocab_size_multiple")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        multiple = self.pad_vocab_size_multiple
+        return -(-self.vocab_size // multiple) * multiple
+
+
+class Backbone(Stack):
+    """The stack with what stands before and after it."""
+
+    def __init__(self, config: ModelConfig, **made: Any):
+        super().__init__(config, **made)
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.block.d_model, **made)
+        self.norm_f = make_norm(config.block.d_model, config.rms_norm, config.norm_eps, **made)
+
+
+class LanguageModel(nn.Module):
+    """Token ids to logits: `logits_bsw, cache = model(ids_bs, cache)`."""
+
+    def __init__(self, config: ModelConfig, *, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.config = config
+        made = {"device": device, "dtype": dtype}
+        self.backbone = Backbone(config, **made)
+        self.lm_head = nn.Linear(config.block.d_model, config.padded_vocab_size, bias=False, **made)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The official initialisation of embedding, head and what leads back into the residual."""
+        with torch.no_grad():
+            nn.init.normal_(self.backbone.embedding.weight, std=0.02)
+            for name, parameter in self.backbone.named_parameters():
+                if name.endswith(("out_proj.weight", "fc2.weight")):
+                    nn.init.kaiming_uniform_(parameter, a=5**0.5)
+                    parameter /= self.config.n_layer**0.5
+                elif name.endswith(("in_proj.bias", "out_proj.bias")):
+                    nn.init.zeros_(parameter)
+
+    def fresh_cache(self, batch: int) -> StackCache:
+        return self.backbone.fresh_cache(batch)
+
+    def forward(self, ids_bs: Tensor, cache: StackCache | None = None, **options: Any) -> tuple[Tensor, StackCache]:
+        """Logits over the real vocabulary, and the cache after the last token; `options` are a block's."""
+        x_bsd, cache = self.backbone(self.embed(ids_bs), cache, **options)
+        return self.logits(x_bsd), cache
+
+    def step(self, ids_b: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
+        """One token."""
+        x_bd, cache = self.backbone.step(self.embed(ids_b), cache)
+        return self.logits(x_bd), cache
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.backbone.embedding(ids)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the residual stream; rows of the head that only pad the vocabulary are left out."""
+        return self.lm_head(normed(self.backbone.norm_f, x))[..., : self.config.vocab_size]

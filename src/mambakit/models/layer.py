@@ -1,0 +1,98 @@
+"""One layer: a block between a norm and a residual, optionally followed by a gated MLP."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mambakit.blocks.layers import RMSNorm
+from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
+from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
+from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
+
+BlockConfig = Mamba1Config | Mamba2Config | Mamba3Config
+FAMILIES: dict[str, tuple[type, type[nn.Module]]] = {
+    "mamba1": (Mamba1Config, Mamba1),
+    "mamba2": (Mamba2Config, Mamba2),
+    "mamba3": (Mamba3Config, Mamba3),
+}
+
+
+def family_of(config: BlockConfig) -> str:
+    for family, (kind, _) in FAMILIES.items():
+        if type(config) is kind:
+            return family
+    raise ValueError(f"block is a {type(config).__name__}, expected a Mamba1Config, Mamba2Config or Mamba3Config")
+
+
+def make_norm(width: int, rms: bool, eps: float, **made: Any) -> nn.Module:
+    return RMSNorm(width, eps, **made) if rms else nn.LayerNorm(width, eps, **made)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """`norm(x)` in the dtype of the layer, whatever that of the residual."""
+    dtype = norm.weight.dtype
+    assert isinstance(dtype, torch.dtype)
+    if isinstance(norm, nn.LayerNorm):
+        wide = torch.promote_types(x.dtype, dtype)
+        weight, bias = norm.weight.to(wide), None if norm.bias is None else norm.bias.to(wide)
+        return F.layer_norm(x.to(wide), norm.normalized_shape, weight, bias, norm.eps).to(dtype)
+    return norm(x).to(dtype)
+
+
+class GatedMLP(nn.Module):
+    """`fc2(value * silu(gate))`, value and gate being the halves of `fc1`."""
+
+    def __init__(self, width: int, hidden: int, **made: Any):
+        super().__init__()
+        # Rounded up as in the official checkpoints.
+        hidden = -(-hidden // 128) * 128
+        self.fc1 = nn.Linear(width, 2 * hidden, bias=False, **made)
+        self.fc2 = nn.Linear(hidden, width, bias=False, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(value * F.silu(gate))
+
+
+class Layer(nn.Module):
+    """`norm -> block`, with an MLP `+ norm2 -> mlp` on top of its own residual. Returns what to add to the residual."""
+
+    def __init__(
+        self,
+        block: BlockConfig,
+        *,
+        d_intermediate: int = 0,
+        rms_norm: bool = True,
+        norm_eps: float = 1e-5,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.norm = make_norm(block.d_model, rms_norm, norm_eps, **made)
+        self.mixer = FAMILIES[family_of(block)][1](block, **made)  # type: ignore[call-arg]
+        if d_intermediate:
+            self.norm2 = make_norm(block.d_model, rms_norm, norm_eps, **made)
+            self.mlp = GatedMLP(block.d_model, d_intermediate, **made)
+
+    def forward(self, x_bsd: Tensor, cache: Any = None, **options: Any) -> tuple[Tensor, Any]:
+        """The layer's delta and cache; `options` (path, masks, packing) are the block's."""
+        delta_bsd, cache = self.mixer(normed(self.norm, x_bsd), cache, **options)
+        return self.with_mlp(x_bsd, delta_bsd), cache
+
+    def step(self, x_bd: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        delta_bd, cache = self.mixer.step(normed(self.norm, x_bd), cache)  # type: ignore[operator]
+        return self.with_mlp(x_bd, delta_bd), cache
+
+    def step_infinite(self, x_bd: Tensor) -> Tensor:
+        return self.with_mlp(x_bd, self.mixer.step_infinite(normed(self.norm, x_bd)))  # type: ignore[operator]
+
+    def fresh_cache(self, batch: int) -> Any:
+        return self.mixer.fresh_cache(batch)  # type: ignore[operator]
+
+    def with_mlp(self, x: Tensor, delta: Tensor) -> Tensor:
+        if not hasattr(self, "mlp"):
+            return delta
+        return delta + self.mlp(normed(self.norm2, x + delta))
