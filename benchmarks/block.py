@@ -3,7 +3,7 @@
 python -m benchmarks.block            both shapes, all peers (about ten minutes)
 python -m benchmarks.block --quick    burn-mamba's published case only
 
-Peers get our weights and their outputs are compared, so that all of them compute the same thing. They need the `bench` extra.
+Peers get our weights and their outputs are compared, so that all compute the same. They need the `bench` extra.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def transformers_tasks(family: str, block: Any, x: torch.Tensor) -> dict[str, Ca
             num_hidden_layers=1,
             expand=2,
         )
-    mixer = Mixer(settings, layer_idx=0)
+    mixer = Mixer(settings, layer_idx=0)  # type: ignore[arg-type]  # each mixer meets its own config
     mixer.load_state_dict(block.state_dict())
     cache = transformers.DynamicCache(config=settings)
     with torch.no_grad():
@@ -158,7 +158,9 @@ def measure(shape: str, threads: int, repeats: int) -> list[dict[str, Any]]:
 def show(rows: list[dict[str, Any]]) -> None:
     cells = {(r["shape"], r["threads"], r["family"], r["library"], r["what"]): r["ms"] for r in rows}
     lines = []
-    for shape, threads, family, library in dict.fromkeys((r["shape"], r["threads"], r["family"], r["library"]) for r in rows):
+    for shape, threads, family, library in dict.fromkeys(
+        (r["shape"], r["threads"], r["family"], r["library"]) for r in rows
+    ):
         line = [shape, str(threads), family, library]
         for what in ("forward", "train", "step"):
             ms, own = cells[shape, threads, family, library, what], cells[shape, threads, family, "mambakit", what]

@@ -14,7 +14,7 @@ from typing import Any
 # Before torch is imported: its profiler announces every start on stderr otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-import torch  # noqa: E402
+import torch
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -65,7 +65,7 @@ def peak_bytes(task: Callable[[], Any]) -> int:
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
+        live += event.nbytes()  # type: ignore[attr-defined]  # not in the stubs
         peak = max(peak, live)
     return peak
 
@@ -104,5 +104,7 @@ def write_json(name: str, result: dict[str, Any]) -> Path:
 def table(headings: list[str], rows: list[list[str]]) -> str:
     """A Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [headings, *rows]]
+    lines = [
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [headings, *rows]
+    ]
     return "\n".join(f"| {line} |" for line in [lines[0], " | ".join("-" * width for width in widths), *lines[1:]])

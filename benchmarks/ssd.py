@@ -5,6 +5,8 @@ python -m benchmarks.ssd --demo      agreement, time and memory of the three alg
 """
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,23 +18,23 @@ SHAPE = {"batch": 1, "tokens": 2048, "heads": 24, "per_head_dim": 64, "state_ran
 ALGORITHMS = ("minimal", "serial", "serial_recalculated")
 
 
-def inputs(dtype: torch.dtype = torch.float32, **changed: int) -> list[Tensor]:
+def inputs(**changed: int) -> list[Tensor]:
     """v, b, c, da, dt as a Mamba-2 block makes them."""
     n = {**SHAPE, **changed}
     torch.manual_seed(0)
     b, s, h = n["batch"], n["tokens"], n["heads"]
-    dt = torch.rand(b, s, h, dtype=dtype) * 0.1
+    dt = torch.rand(b, s, h) * 0.1
     return [
-        torch.randn(b, s, 1, h, n["per_head_dim"], dtype=dtype),
-        torch.randn(b, s, 1, n["groups"], n["state_rank"], dtype=dtype),
-        torch.randn(b, s, 1, n["groups"], n["state_rank"], dtype=dtype),
-        -dt * (1 + 15 * torch.rand(h, dtype=dtype)),
+        torch.randn(b, s, 1, h, n["per_head_dim"]),
+        torch.randn(b, s, 1, n["groups"], n["state_rank"]),
+        torch.randn(b, s, 1, n["groups"], n["state_rank"]),
+        -dt * (1 + 15 * torch.rand(h)),
         dt,
     ]
 
 
 def flops(chunk_len: int, **changed: int) -> float:
-    """Of the matrix products of one forward: c.b per group, the pairs of a chunk, and the two products with the state."""
+    """Of one forward's matrix products: c.b per group, the pairs of a chunk, and the two with the state."""
     n = {**SHAPE, **changed}
     channels = n["heads"] * n["per_head_dim"]
     pairs = chunk_len * (n["groups"] * n["state_rank"] + channels)
@@ -41,12 +43,14 @@ def flops(chunk_len: int, **changed: int) -> float:
 
 def forward(path: SsdPath, tensors: list[Tensor]):
     with torch.no_grad():
-        return ssd(*tensors, tensors[-1], path=path)
+        v, b, c, da, dt = tensors
+        return ssd(v, b, c, da, dt, dt, path=path)
 
 
 def train(path: SsdPath, tensors: list[Tensor]):
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    y, state = ssd(*leaves, leaves[-1], path=path)
+    v, b, c, da, dt = leaves
+    y, state = ssd(v, b, c, da, dt, dt, path=path)
     return torch.autograd.grad([y, state], leaves, [torch.ones_like(y), torch.ones_like(state)])
 
 
@@ -55,25 +59,32 @@ def mebibytes(count: float) -> str:
 
 
 def full(threads: list[int], repeats: int) -> None:
-    results = []
+    results, tensors = [], inputs()
     for count in threads:
         torch.set_num_threads(count)
-        tensors, (gemm, gemm_flops) = inputs(), gemm_task()
+        gemm, gemm_flops = gemm_task()
         paths = [SsdPath(name, chunk_len, "torch") for name in ALGORITHMS for chunk_len in (64, 96, 128, 256)]
-        tasks = {"gemm": gemm}
+        tasks: dict[Any, Callable[[], Any]] = {"gemm": gemm}
         for path in paths:
             tasks[path, "forward"] = lambda path=path: forward(path, tensors)
             tasks[path, "train"] = lambda path=path: train(path, tensors)
         times = interleaved(tasks, repeats)
         rate = gemm_flops / median(times["gemm"])
         for path in paths:
-            row = {"threads": count, "algorithm": path.algorithm, "chunk_len": path.chunk_len, "gemm_gflops": rate / 1e9}
+            row = {
+                "threads": count,
+                "algorithm": path.algorithm,
+                "chunk_len": path.chunk_len,
+                "gemm_gflops": rate / 1e9,
+            }
             for kind, multiple in (("forward", 1), ("train", 3)):
                 seconds = median(times[path, kind])
                 row[f"{kind}_ms"] = 1e3 * seconds
                 row[f"{kind}_over_gemm"] = seconds * rate / (multiple * flops(path.chunk_len or 0))
             results.append(row)
-    print(f"\n{SHAPE}, float32; over GEMM: time over that of the same FLOPs in 2048 x 2048 products (training: three times)\n")
+    print(
+        f"\n{SHAPE}, float32\nover GEMM: time over that of its FLOPs in 2048 x 2048 products (training: three times)\n"
+    )
     print(
         table(
             ["threads", "algorithm", "chunk", "forward ms", "over GEMM", "train ms", "over GEMM"],
@@ -92,18 +103,21 @@ def full(threads: list[int], repeats: int) -> None:
         )
     )
     memory = [memory_row(name, tokens) for name in ALGORITHMS for tokens in (1024, 2048, 4096)]
-    print("\nPeak memory of a training step at chunk length 96, MiB. `own`: beyond outputs, their gradients and the inputs'\n")
+    print("\nPeak memory of training at chunk length 96, MiB. `own`: beyond outputs, their gradients and the inputs'\n")
     print(
         table(
             ["algorithm", "tokens", "inputs", "forward", "train", "own"],
-            [[r["algorithm"], str(r["tokens"]), *(mebibytes(r[k]) for k in ("inputs", "forward", "train", "own"))] for r in memory],
+            [
+                [r["algorithm"], str(r["tokens"]), *(mebibytes(r[k]) for k in ("inputs", "forward", "train", "own"))]
+                for r in memory
+            ],
         )
     )
     print(f"\nwritten to {write_json('ssd', {'shape': SHAPE, 'time': results, 'memory': memory}).name}")
 
 
 def memory_row(algorithm: str, tokens: int) -> dict:
-    """Bytes beyond the inputs. What every algorithm has to hold in training is `y`, its gradient and the inputs' gradients."""
+    """Bytes beyond the inputs. What any algorithm holds in training is `y`, its gradient and the inputs' gradients."""
     tensors, path = inputs(tokens=tokens), SsdPath(algorithm, 96, "torch")
     given = sum(tensor.nbytes for tensor in tensors)
     y, state = forward(path, tensors)
@@ -120,14 +134,13 @@ def memory_row(algorithm: str, tokens: int) -> dict:
 
 def demo() -> None:
     """The three algorithms on one input: how far from a float64 recurrence, how fast, how much memory."""
+    torch.set_num_threads(1)
     small = {"tokens": 512, "heads": 8}
     tensors = inputs(**small)
     wide = [tensor.double() for tensor in tensors]
     want = [*token_by_token(wide), *train(SsdPath.serial(32), wide)]
     paths = [SsdPath(name, 64, "torch") for name in ALGORITHMS]
-    times = interleaved(
-        {(p, f): (lambda p=p, f=f: f(p, tensors)) for p in paths for f in (forward, train)}, repeats=10
-    )
+    times = interleaved({(p, f): (lambda p=p, f=f: f(p, tensors)) for p in paths for f in (forward, train)}, repeats=10)
     rows = []
     for path in paths:
         got = [*forward(path, tensors), *train(path, tensors)]
@@ -142,8 +155,8 @@ def demo() -> None:
                 mebibytes(peak_bytes(lambda path=path: train(path, tensors))),
             ]
         )
-    print(f"\nOne scan, three algorithms: {({**SHAPE, **small})}, float32, chunks of 64, {torch.get_num_threads()} threads")
-    print("errors relative to the largest element: values against one token after the other, gradients against serial, float64\n")
+    print(f"\nOne scan, three algorithms: { ({**SHAPE, **small}) }, float32, chunks of 64, one thread")
+    print("errors over the largest element: values against token by token, gradients against serial, in float64\n")
     print(table(["algorithm", "values", "gradients", "forward ms", "train ms", "train MiB"], rows))
 
 
@@ -151,8 +164,8 @@ def token_by_token(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The recurrence: `ssd` on one token at a time is its plain branch."""
     state, outputs = None, []
     for t in range(tensors[0].shape[1]):
-        token = [tensor[:, t : t + 1] for tensor in tensors]
-        y, state = ssd(*token, token[-1], state)
+        v, b, c, da, dt = (tensor[:, t : t + 1] for tensor in tensors)
+        y, state = ssd(v, b, c, da, dt, dt, state)
         outputs.append(y)
     assert state is not None
     return torch.cat(outputs, 1), state

@@ -1,8 +1,9 @@
 """The blocks every claim about blocks is tested on: small, one per option that changes the computation."""
 
 import torch
-from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
 from torch import Tensor, nn
+
+from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
 
 M2 = {"d_model": 8, "state_rank": 4, "per_head_dim": 4}
 M3 = {"d_model": 8, "state_rank": 8, "per_head_dim": 4}
@@ -19,7 +20,9 @@ CONFIGS = {
     "mamba3-rank1": Mamba3Config(**M3, is_mimo=True, mimo_rank=1, rope_fraction=1.0, a_activation="softplus"),
     "mamba3-still": Mamba3Config(**M3, rope_fraction=0.0, ngroups=4, dt_limit=(0.0, 0.05)),
     "mamba3-quaternion": Mamba3Config(**M3, rotation="quaternion", rotation_range=2.0),
-    "mamba3-learned": Mamba3Config(**M3, rotation="quaternion", rope_fraction=1.0, is_mimo=True, learnable_init_states=True),
+    "mamba3-learned": Mamba3Config(
+        **M3, rotation="quaternion", rope_fraction=1.0, is_mimo=True, learnable_init_states=True
+    ),
     "mamba3-burn": Mamba3Config.burn(**M3, learnable_init_states=True),
 }
 FAMILIES = ("mamba1", "mamba2", "mamba3", "mamba3-mimo", "mamba3-quaternion")

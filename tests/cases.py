@@ -1,8 +1,9 @@
 """What every scan is tested on: the parametrised list of algorithms, and random inputs by shape."""
 
 import torch
-from mambakit import SsdPath
 from torch import Tensor
+
+from mambakit import SsdPath
 
 # A new algorithm or kernel is one entry here and inherits every claim.
 ALGORITHMS = {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from cases import ALGORITHMS, core_inputs, random_segments
 from compare import VALUE, check
 from mambakit import SsdPath, ssd

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from blocks import FAMILIES, make_block, random_cache, tokens
 from mambakit import SsdPath, caches
 

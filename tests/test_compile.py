@@ -4,13 +4,17 @@ import shutil
 
 import pytest
 import torch
+
 from blocks import CONFIGS, FAMILIES, make_block, random_cache, results, tensors_of, tokens
 from compare import check
 
 # Inductor compiles C++ here; `aot_eager` traces the same graph, gradients included, without it.
 INDUCTOR = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "cl"))), reason="needs a C++ compiler")
 BACKENDS = [
-    *(pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in ("mamba2-mlp", "mamba3-mimo", "mamba3-learned")),
+    *(
+        pytest.param(name, "aot_eager", id=f"{name}-aot_eager")
+        for name in ("mamba2-mlp", "mamba3-mimo", "mamba3-learned")
+    ),
     *(pytest.param(name, "inductor", marks=INDUCTOR, id=f"{name}-inductor") for name in ("mamba1", "mamba2", "mamba3")),
 ]
 
@@ -66,7 +70,9 @@ def test_export_with_a_free_length(name):
     cache = random_cache(block, 2)
     length = torch.export.Dim("length", min=4, max=4096)
     program = torch.export.export(
-        block, (tokens(block, 2, 9), cache), dynamic_shapes={"x_bsd": {1: length}, "cache": type(cache)(*[None] * len(cache))}
+        block,
+        (tokens(block, 2, 9), cache),
+        dynamic_shapes={"x_bsd": {1: length}, "cache": type(cache)(*[None] * len(cache))},
     )
     operators = [str(node.target) for node in program.graph.nodes if "mambakit" in str(node.target)]
     assert any("ssd_recalculated" in op or "selective_scan" in op for op in operators), operators

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
+
 from blocks import CONFIGS, MAKE
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
-from torch import nn
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -30,10 +31,22 @@ def test_unknown_keys_are_all_named():
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Mamba2Config, {"d_model": 768, "per_head_dim": 100}, "d_inner = 1536 is not a multiple of per_head_dim = 100; try 96 or 128"),
-        (Mamba2Config, {"d_model": 64, "per_head_dim": 32, "ngroups": 3}, "nheads = 4 is not a multiple of ngroups = 3"),
+        (
+            Mamba2Config,
+            {"d_model": 768, "per_head_dim": 100},
+            "d_inner = 1536 is not a multiple of per_head_dim = 100; try 96 or 128",
+        ),
+        (
+            Mamba2Config,
+            {"d_model": 64, "per_head_dim": 32, "ngroups": 3},
+            "nheads = 4 is not a multiple of ngroups = 3",
+        ),
         (Mamba2Config, {"d_model": 64, "d_ssm": 256}, "d_ssm = 256 is above d_inner = 128"),
-        (Mamba2Config, {"d_model": 64, "A_init_range": (0, 4)}, r"A_init_range = \(0, 4\) has to be a pair with 0 < low"),
+        (
+            Mamba2Config,
+            {"d_model": 64, "A_init_range": (0, 4)},
+            r"A_init_range = \(0, 4\) has to be a pair with 0 < low",
+        ),
         (Mamba2Config, {"d_model": 64, "dt_limit": (1.0, 0.5)}, r"dt_limit = \(1.0, 0.5\) has to be a pair"),
         (Mamba2Config, {"d_model": 64, "state_rank": 0}, "state_rank = 0 has to be positive"),
         (Mamba2Config, {"d_model": 64, "norm_group_size": 48}, "d_ssm = 128 is not a multiple of norm_group_size = 48"),
@@ -42,8 +55,16 @@ def test_unknown_keys_are_all_named():
         (Mamba1Config, {"d_model": 8, "dt_rank": 0}, "dt_rank = 0 has to be a positive integer"),
         (Mamba1Config, {"d_model": 8, "dt_min": 0.5, "dt_max": 0.1}, "dt_min = 0.5 is above dt_max = 0.1"),
         (Mamba3Config, {"d_model": 64, "state_rank": 7}, "state_rank = 7 is not a multiple of 2"),
-        (Mamba3Config, {"d_model": 64, "a_activation": "relu"}, "a_activation = 'relu' is unknown; choose from heavy_tail, softplus"),
-        (Mamba3Config, {"d_model": 64, "rotation": "octonion"}, "rotation = 'octonion' is unknown; choose from complex, quaternion"),
+        (
+            Mamba3Config,
+            {"d_model": 64, "a_activation": "relu"},
+            "a_activation = 'relu' is unknown; choose from heavy_tail, softplus",
+        ),
+        (
+            Mamba3Config,
+            {"d_model": 64, "rotation": "octonion"},
+            "rotation = 'octonion' is unknown; choose from complex, quaternion",
+        ),
         (Mamba3Config, {"d_model": 64, "rope_fraction": 0.3}, "rope_fraction = 0.3 has to be 0, 0.5 or 1"),
         (Mamba3Config, {"d_model": 64, "rotation": "quaternion", "state_rank": 12}, "quaternions turn blocks of 4"),
         (Mamba3Config, {"d_model": 64, "mimo_rank": 0}, "mimo_rank = 0 has to be positive"),
@@ -57,7 +78,13 @@ def test_what_does_not_fit_is_refused(make, options, message):
 def test_official_defaults():
     one, two, three = Mamba1Config(d_model=768), Mamba2Config(d_model=768), Mamba3Config(d_model=768)
     assert (one.state_rank, one.conv_kernel, one.d_inner, one.dt_width) == (16, 4, 1536, 48)
-    assert (two.state_rank, two.per_head_dim, two.nheads, two.conv_dim, two.dt_limit) == (128, 64, 24, 1792, (0, math.inf))
+    assert (two.state_rank, two.per_head_dim, two.nheads, two.conv_dim, two.dt_limit) == (
+        128,
+        64,
+        24,
+        1792,
+        (0, math.inf),
+    )
     assert (three.state_rank, three.ranks, three.rope_dim, three.rotation_channels) == (128, 1, 64, 32)
     assert (three.a_activation, three.a_floor, three.rotation_range, three.norm_eps) == ("heavy_tail", 1e-4, 1.0, 1e-5)
 
@@ -100,7 +127,9 @@ def test_initialisation_survives_what_trainers_do(config):
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.fill_(77.0)
-    nn.Sequential(block).apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+    nn.Sequential(block).apply(
+        lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None
+    )
     starts_officially(block)
 
     def official(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from cases import core_inputs
 from mambakit import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput, SsdPath, ssd, trapezoid
 from test_seeds import BUNDLES, SHAPES, random_fields
@@ -110,7 +111,7 @@ def test_sanity_lists_all_of_them():
     fields = random_fields("single", SHAPES[0], torch.float32)
     fields["gamma_bnlh"][0, 0, 0, 0] = float("nan")
     fields["da_bnlh"][0, 0] = -float("inf")
-    with pytest.raises(ValueError, match="da_bnlh holds 0 NaN and 8 infinite .*; gamma_bnlh holds 1 NaN"):
+    with pytest.raises(ValueError, match=r"da_bnlh holds 0 NaN and 8 infinite .*; gamma_bnlh holds 1 NaN"):
         Mamba3SingleSsdInput(**fields).sanity()
 
 
@@ -118,7 +119,7 @@ def test_bundles_check_when_they_are_made():
     fields = random_fields("double", SHAPES[0], torch.float32)
     with pytest.raises(ValueError, match="axis 'l' is 3 in da_bnlh but 4 in v_bnlmhp"):
         Mamba3DoubleSsdInput(**{**fields, "da_bnlh": fields["da_bnlh"][:, :, :3]})
-    with pytest.raises(ValueError, match="b_bnlmhr is torch.float64 but v_bnlmhp is torch.float32"):
+    with pytest.raises(ValueError, match=r"b_bnlmhr is torch.float64 but v_bnlmhp is torch.float32"):
         Mamba3DoubleSsdInput(**{**fields, "b_bnlmhr": fields["b_bnlmhr"].double()})
     empty = {name: t[:, :0] if "_bn" in name else t for name, t in fields.items()}
     with pytest.raises(ValueError, match="at least one chunk of one token, got n = 0 and l = 4"):

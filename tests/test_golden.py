@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from cases import ALGORITHMS
 from compare import error, load_golden
 from mambakit import SsdPath, ssd, trapezoid
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.rotation import rotate, running_angle
-from torch import Tensor
 
 FLOAT64 = 1e-9
 FLOOR = 1e-6
@@ -173,7 +174,11 @@ def test_ssm_update_with_heads(case):
             if "in.D" in x:
                 y = y + x["in.D"] * x["in.x"][:, t]
             outputs.append(y * F.silu(x["in.z"][:, t]) if "in.z" in x else y)
-        return {"y": torch.stack(outputs, 1), "final_state": state.reshape(-1, *pairs), "state": state.reshape(-1, *pairs)}
+        return {
+            "y": torch.stack(outputs, 1),
+            "final_state": state.reshape(-1, *pairs),
+            "state": state.reshape(-1, *pairs),
+        }
 
     compare(case, steps)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from compare import error
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
 from test_golden import FLOAT64, FLOOR, compare, distance
@@ -57,7 +58,9 @@ def check_block(case, pathway):
         def call(method, *args, **kwargs):
             """Through the stored parameters, so that gradients reach them."""
             values = {name: x[f"param.{name}"] for name in names}
-            return torch.func.functional_call(Caller(block, method), {f"block.{n}": v for n, v in values.items()}, args, kwargs)
+            return torch.func.functional_call(
+                Caller(block, method), {f"block.{n}": v for n, v in values.items()}, args, kwargs
+            )
 
         fresh = None if pathway == "single" else block.fresh_cache(len(u), pathway="double")
         packing = {}

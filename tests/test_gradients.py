@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from cases import ALGORITHMS, TWICE_DIFFERENTIABLE, core_heads, core_inputs, random_segments
 from compare import GRADIENT, check, gradients, leaves
 from mambakit import SsdPath, ssd

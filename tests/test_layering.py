@@ -22,7 +22,7 @@ def imports_of(file: Path) -> set[str]:
 
 
 def part_of(module: str) -> str:
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def test_imports_point_down():

@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+
 from blocks import make_block, random_cache, tokens
 from compare import check
 from test_parity import steps
@@ -56,7 +57,11 @@ def test_adapters_take_part(name):
 
     stepped, _ = steps(block, x, cache)
     step_grads = torch.autograd.grad(stepped.square().sum(), list(adapters.values()))
-    check(1e-9, {"y": stepped, **dict(zip(adapters, step_grads, strict=True))}, {"y": y, **dict(zip(adapters, grads, strict=True))})
+    check(
+        1e-9,
+        {"y": stepped, **dict(zip(adapters, step_grads, strict=True))},
+        {"y": y, **dict(zip(adapters, grads, strict=True))},
+    )
 
 
 @pytest.mark.parametrize("name", TARGETS)

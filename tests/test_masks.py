@@ -1,7 +1,10 @@
 """Padding anywhere, resets and packing equal processing each piece alone, gradients included."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+
 from blocks import CONFIGS, leaf_cache, make_block, random_cache, tensors_of, tokens
 from compare import check
 
@@ -87,7 +90,7 @@ def test_packed_sequences_with_their_own_caches(name, warm):
 
     def alone(x, entering):
         outputs, rows = [], []
-        for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for i, (start, stop) in enumerate(pairwise(bounds)):
             y, last = block(x[:, start:stop], row_of(entering, i))
             outputs.append(y)
             rows.append(tensors_of(last))
@@ -164,7 +167,7 @@ def test_packing_with_masks_and_resets(name):
 
     def alone(x, entering):
         pieces = []
-        for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for i, (start, stop) in enumerate(pairwise(bounds)):
             part = slice(start, stop)
             pieces.append(run_pieces(block, x[:, part], row_of(entering, i), resets[:, part], mask[:, part]))
         joined = gather([{n: t for n, t in piece.items() if n != "y"} for piece in pieces])

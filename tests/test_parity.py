@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from blocks import CONFIGS, make_block, random_cache, results, tensors_of, tokens
 from compare import check
 from mambakit import Mamba3, SsdPath
@@ -44,7 +45,13 @@ def mixed(block, x, cache):
     return torch.cat([first, middle, last], 1), cache
 
 
-RUNS = {"steps": steps, "split": split_at(3), "many": split_at(1, 2, 6, 6), "at-the-ends": split_at(0, LENGTH), "mixed": mixed}
+RUNS = {
+    "steps": steps,
+    "split": split_at(3),
+    "many": split_at(1, 2, 6, 6),
+    "at-the-ends": split_at(0, LENGTH),
+    "mixed": mixed,
+}
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])

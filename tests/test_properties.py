@@ -1,11 +1,12 @@
-"""For all shapes: causality, linearity in `v`, chunk length and padding do not matter, packing and splitting neither."""
+"""For all shapes: causality, linearity in `v`; chunk length, padding, packing and splitting do not matter."""
 
 import pytest
 import torch
-from cases import ALGORITHMS, core_inputs
-from compare import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cases import ALGORITHMS, core_inputs
+from compare import check
 from mambakit import SsdPath, ssd
 from test_agreement import algorithms
 
@@ -83,7 +84,11 @@ def test_causality(algorithm, inputs, chunk_len, data):
 def test_linear_in_v_and_the_state(algorithm, inputs, chunk_len, seed):
     path = path_of(algorithm, chunk_len)
     torch.manual_seed(seed)
-    other = {**inputs, "v_bsmhp": torch.randn_like(inputs["v_bsmhp"]), "state_bhpr": torch.randn_like(inputs["state_bhpr"])}
+    other = {
+        **inputs,
+        "v_bsmhp": torch.randn_like(inputs["v_bsmhp"]),
+        "state_bhpr": torch.randn_like(inputs["state_bhpr"]),
+    }
     mixed = {**inputs, **{name: 2 * inputs[name] - 3 * other[name] for name in ("v_bsmhp", "state_bhpr")}}
     one, two = run(inputs, path), run(other, path)
     check(1e-10, run(mixed, path), {name: 2 * one[name] - 3 * two[name] for name in one})
@@ -128,5 +133,5 @@ def test_segment_ids_of_any_integer_type(dtype):
     inputs = core_inputs(1, 8, 1, 2, 2, 1, 2)
     ids = torch.tensor([[0, 0, 1, 1, 1, 5, 5, 200]])
     want = run(inputs, SsdPath.serial(3), segments_bs=ids)
-    for path in map(lambda name: path_of(name, 3), ALGORITHMS):
+    for path in (path_of(name, 3) for name in ALGORITHMS):
         check(1e-10, run(inputs, path, segments_bs=ids.to(dtype)), want)

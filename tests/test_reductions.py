@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from cases import ALGORITHMS, random_segments
 from compare import check, gradients, leaves
 from mambakit import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput, selective_scan, ssd, trapezoid
@@ -174,8 +175,6 @@ def test_mamba1_is_the_core_with_one_head_per_channel_and_state():
     dt_pair = dt[..., None].expand(-1, -1, -1, rank).reshape(2, length, pairs)
     b_pair = b[:, :, None].expand(-1, -1, channels, -1).reshape(2, length, 1, pairs, 1)
     c_pair = c[:, :, None].expand(-1, -1, channels, -1).reshape(2, length, 1, pairs, 1)
-    y_pair, last_pair = ssd(
-        v, b_pair, c_pair, dt_pair * a.flatten(), dt_pair, dt_pair, state.reshape(2, pairs, 1, 1)
-    )
+    y_pair, last_pair = ssd(v, b_pair, c_pair, dt_pair * a.flatten(), dt_pair, dt_pair, state.reshape(2, pairs, 1, 1))
     got = {"y": y_pair.reshape(2, length, channels, rank).sum(-1), "state": last_pair.reshape(2, channels, rank)}
     check(1e-12, got, {"y": y, "state": last})

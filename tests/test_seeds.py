@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from cases import ALGORITHMS
 from mambakit import (
     Mamba2SsdInput,

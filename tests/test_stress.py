@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from cases import ALGORITHMS, core_inputs
 from compare import check
 from mambakit import SsdPath, ssd

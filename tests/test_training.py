@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
 from torch import Tensor, nn
+
+from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
 
 STEPS = 200
 BLOCKS = {
@@ -76,7 +77,9 @@ def test_narrow_dtypes_learn_like_float32(name):
         assert all(loss == loss for loss in losses), f"{run}: NaN"
         final = sum(losses[-20:]) / 20
         # Noise: a tenth of what there was to learn.
-        assert abs(final - end) < 0.1 * (start - end), f"{run} ends at {final:.3f}, float32 at {end:.3f} from {start:.3f}"
+        assert abs(final - end) < 0.1 * (start - end), (
+            f"{run} ends at {final:.3f}, float32 at {end:.3f} from {start:.3f}"
+        )
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -57,7 +57,9 @@ def check_divides(part: str, part_size: int, whole: str, whole_size: int) -> Non
     if whole_size % part_size:
         near = [n for n in range(1, whole_size + 1) if whole_size % n == 0]
         near.sort(key=lambda n: abs(n - part_size))
-        raise ValueError(f"{whole} = {whole_size} is not a multiple of {part} = {part_size}; try {near[0]} or {near[1]}")
+        raise ValueError(
+            f"{whole} = {whole_size} is not a multiple of {part} = {part_size}; try {near[0]} or {near[1]}"
+        )
 
 
 def check_range(name: str, low_high: tuple[float, float], positive: bool = False) -> None:

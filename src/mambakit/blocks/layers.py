@@ -13,7 +13,9 @@ from mambakit.ops.norm import gated_rms_norm, rms_norm
 class RMSNorm(nn.Module):
     """RMSNorm with one weight per channel; `group_size` as in `ops.norm`."""
 
-    def __init__(self, width: int, eps: float = 1e-5, group_size: int | None = None, device: Any = None, dtype: Any = None):
+    def __init__(
+        self, width: int, eps: float = 1e-5, group_size: int | None = None, device: Any = None, dtype: Any = None
+    ):
         super().__init__()
         self.eps, self.group_size = eps, group_size
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
@@ -35,7 +37,7 @@ class GatedRMSNorm(RMSNorm):
         super().__init__(width, group_size=group_size, device=device, dtype=dtype)
         self.norm_before_gate = norm_before_gate
 
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         return gated_rms_norm(
             x, z, self.weight, self.eps, group_size=self.group_size, norm_before_gate=self.norm_before_gate
         )
@@ -44,8 +46,8 @@ class GatedRMSNorm(RMSNorm):
 class CausalConv1d(nn.Conv1d):
     """`Conv1d` that, when depthwise and unpadded, computes in the layout of channels-last data.
 
-    A real `Conv1d` by constructor, parameters and results, so that adapters which wrap one, or make more of its type, find
-    what they know.
+    A real `Conv1d` by constructor, parameters and results, so that adapters which wrap one, or make more of its type,
+    find what they know.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -63,8 +65,8 @@ def convolve(
 ) -> tuple[Tensor, Tensor]:
     """`conv` over the window and `x`, and the window after the last of each row's `lengths` tokens.
 
-    The module is called once, whatever wraps it. Each new segment is preceded by zeros of its own, which is what keeps its
-    taps from reaching across.
+    The module is called once, whatever wraps it. Each new segment is preceded by zeros of its own, which is what keeps
+    its taps from reaching across.
     """
     window_bvk = window_bvk.to(x_bsv.dtype)
     k = window_bvk.shape[2]
@@ -86,9 +88,7 @@ def convolve(
     return y_bsv, _window_after(x_bsv, window_bvk, segments_bs, lengths_b)
 
 
-def _window_after(
-    x_bsv: Tensor, window_bvk: Tensor, segments_bs: Tensor | None, lengths_b: Tensor | None
-) -> Tensor:
+def _window_after(x_bsv: Tensor, window_bvk: Tensor, segments_bs: Tensor | None, lengths_b: Tensor | None) -> Tensor:
     """The last `k` inputs of every row, zero where they belong to a sequence before the last token's."""
     k, length = window_bvk.shape[2], x_bsv.shape[1]
     if segments_bs is None and lengths_b is None:
@@ -108,7 +108,8 @@ def _window_after(
 def last_token(x_bsX: Tensor, before_bX: Tensor, lengths_b: Tensor | None) -> Tensor:
     """The entry of each row's last token, or what was before for a row without any. Axes start with b, s."""
     if lengths_b is None:
-        return x_bsX[:, -1] if x_bsX.shape[1] else before_bX
+        # A copy: a view would keep the whole sequence alive.
+        return x_bsX[:, -1].clone() if x_bsX.shape[1] else before_bX
     all_bSX = torch.cat([before_bX[:, None].to(x_bsX.dtype), x_bsX], 1)
     return all_bSX[torch.arange(len(lengths_b), device=lengths_b.device), lengths_b]
 

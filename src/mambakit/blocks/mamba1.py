@@ -124,7 +124,9 @@ class Mamba1(nn.Module):
 
     def fresh_cache(self, batch: int) -> Mamba1Cache:
         shapes = self.cache_shapes(batch)
-        return Mamba1Cache(self.D.new_zeros(shapes["conv_bik"], dtype=self.conv1d.weight.dtype), self.D.new_zeros(shapes["ssm_bir"]))
+        return Mamba1Cache(
+            self.D.new_zeros(shapes["conv_bik"], dtype=self.conv1d.weight.dtype), self.D.new_zeros(shapes["ssm_bir"])
+        )
 
     def forward(
         self,
@@ -142,8 +144,8 @@ class Mamba1(nn.Module):
     def step(self, x_bd: Tensor, cache: Mamba1Cache | None = None) -> tuple[Tensor, Mamba1Cache]:
         """One token."""
         rows.check_token(self, x_bd)
-        y_bsd, cache = self(x_bd[:, None], cache)
-        return y_bsd[:, 0], cache
+        y_bsd, after = self(x_bd[:, None], cache)
+        return y_bsd[:, 0], after
 
     def run(
         self,

@@ -178,8 +178,8 @@ class Mamba2(nn.Module):
     def step(self, x_bd: Tensor, cache: Mamba2Cache | None = None) -> tuple[Tensor, Mamba2Cache]:
         """One token."""
         rows.check_token(self, x_bd)
-        y_bsd, cache = self(x_bd[:, None], cache)
-        return y_bsd[:, 0], cache
+        y_bsd, after = self(x_bd[:, None], cache)
+        return y_bsd[:, 0], after
 
     def run(
         self,

@@ -67,7 +67,9 @@ class Mamba3Config(Config):
         if self.rotation == "quaternion":
             check_divides("4", 4, "state_rank", self.state_rank)
             if self.rope_dim % 4:
-                raise ValueError(f"quaternions turn blocks of 4, but rope_fraction leaves {self.rope_dim} state entries")
+                raise ValueError(
+                    f"quaternions turn blocks of 4, but rope_fraction leaves {self.rope_dim} state entries"
+                )
 
     @classmethod
     def burn(cls, *, d_model: int, **changed: Any) -> "Mamba3Config":
@@ -266,8 +268,8 @@ class Mamba3(nn.Module):
     def step(self, x_bd: Tensor, cache: Mamba3Cache | None = None) -> tuple[Tensor, Mamba3Cache]:
         """One token."""
         rows.check_token(self, x_bd)
-        y_bsd, cache = self(x_bd[:, None], cache)
-        return y_bsd[:, 0], cache
+        y_bsd, after = self(x_bd[:, None], cache)
+        return y_bsd[:, 0], after
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
         """What `step` converges to when the same token comes for ever."""
@@ -344,9 +346,7 @@ class Mamba3(nn.Module):
         bias_mgqr = bias_hmr.transpose(0, 1).unflatten(1, (config.ngroups, -1))
         return (x_bsmgr[..., None, :] + bias_mgqr).flatten(3, 4)
 
-    def rotate(
-        self, token: Token, carried: Tensor, segments_bs: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate(self, token: Token, carried: Tensor, segments_bs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """B and C turned by the rotation accumulated up to each token, in the dtype of x, and the last rotation."""
         config, dtype = self.config, token.x_bshp.dtype
         b_bsmhr, c_bsmhr = token.b_bsmhr, token.c_bsmhr
@@ -356,7 +356,11 @@ class Mamba3(nn.Module):
             rot_bshj3 = token.rot_bsR.unflatten(-1, (*config.rotation_shape[:2], 3))
             q_bshj4 = unit_quaternion(rot_bshj3, token.dt_bsh, config.rotation_range)
             total_bshj4, last = running_quaternion(q_bshj4, carried, segments_bs=segments_bs)
-            return rotate_quaternion(b_bsmhr, total_bshj4).to(dtype), rotate_quaternion(c_bsmhr, total_bshj4).to(dtype), last
+            return (
+                rotate_quaternion(b_bsmhr, total_bshj4).to(dtype),
+                rotate_quaternion(c_bsmhr, total_bshj4).to(dtype),
+                last,
+            )
         angle_bsha, last = running_angle(
             token.rot_bsR, token.dt_bsh, config.rotation_range, carried, segments_bs=segments_bs
         )

@@ -1,9 +1,11 @@
 """The one state contract: how masks, resets and packing reach a block, for all families alike.
 
-Absent tokens behave as if they had been deleted. Present ones are gathered into rows filled up on the right, one per batch
-entry or per packed sequence, and their outputs scattered back. On the right, a step size of zero is all padding needs.
+Absent tokens behave as if they had been deleted. Present ones are gathered into rows filled up on the right, one per
+batch entry or per packed sequence, and their outputs scattered back. On the right, a step size of zero is all padding
+needs.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -97,7 +99,7 @@ class Layout(NamedTuple):
         return y_nd.unflatten(0, (b, s))
 
     def resets(self, ids_bs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Segment ids by slot, and which rows lose the state that enters them or, after their last token, the one leaving."""
+        """Segment ids by slot, which rows lose the state that enters them, and which the one that leaves them."""
         ids_n = ids_bs.flatten()
         segments_rl = ids_n[self.take_rl]
         has_tokens_r = self.last_n >= 0
@@ -203,7 +205,7 @@ def check_packing(cu_seqlens: Tensor, x_bsd: Tensor) -> int:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != x_bsd.shape[1]:
         raise ValueError(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}, expected 0 to {x_bsd.shape[1]} tokens")
-    for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (start, stop) in enumerate(pairwise(bounds)):
         if stop < start:
             raise ValueError(f"cu_seqlens falls from {start} to {stop} at sequence {i}; bounds must not decrease")
     return len(bounds) - 1

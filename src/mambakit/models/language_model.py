@@ -66,8 +66,8 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids_bs: Tensor, cache: StackCache | None = None, **options: Any) -> tuple[Tensor, StackCache]:
         """Logits over the real vocabulary, and the cache after the last token; `options` are a block's."""
-        x_bsd, cache = self.backbone(self.embed(ids_bs), cache, **options)
-        return self.logits(x_bsd), cache
+        x_bsd, after = self.backbone(self.embed(ids_bs), cache, **options)
+        return self.logits(x_bsd), after
 
     def step(self, ids_b: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
         """One token."""

@@ -157,9 +157,10 @@ def scan_block(tokens: Tokens, a_grp: Tensor, state_bgrp: Tensor) -> tuple[Tenso
 
 
 def accumulate_(link: Tensor, value: Tensor, *, back: bool = False) -> None:
-    """`value[t] += link[t - 1] value[t - 1]` from the first token on, or `value[t] += link[t] value[t + 1]` back; in place.
+    """`value[t] += link[t - 1] value[t - 1]` from the first token on, or back `value[t] += link[t] value[t + 1]`.
 
-    Neighbours are joined to pairs, the sequence of pairs, half as long, is solved, and the tokens between are filled in.
+    In place: neighbours are joined to pairs, the sequence of pairs, half as long, is solved, and the tokens between are
+    filled in.
     """
     length = len(value)
     if length < 2:

@@ -69,7 +69,9 @@ def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None]
         if name in same and tensor.dtype != dtype:
             raise ValueError(f"{name} is {tensor.dtype} but {first} is {dtype}; cast one of them")
         if (tensor.dtype == torch.float64) != (dtype == torch.float64):
-            raise ValueError(f"{name} is {tensor.dtype} but {first} is {dtype}; use float64 for all of them or for none")
+            raise ValueError(
+                f"{name} is {tensor.dtype} but {first} is {dtype}; use float64 for all of them or for none"
+            )
     return torch.promote_types(dtype, torch.float32)
 
 

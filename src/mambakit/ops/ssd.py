@@ -35,9 +35,9 @@ def ssd(
     zeros) belongs to the first token's. Any length, 0 included. `path=None` is `SsdPath()`.
 
     Returns `y_bsmhp` in the dtype of `v` and the state after the last token in at least float32. Splitting the sequence
-    anywhere and passing the state on gives the same result as one call, gradients included. Differentiable twice through
-    `minimal` and `serial`, once through `serial_recalculated`. Raises `ValueError` for shapes, dtypes or devices that do
-    not fit together.
+    anywhere and passing the state on gives the same result as one call, gradients included. Differentiable twice
+    through `minimal` and `serial`, once through `serial_recalculated`. Raises `ValueError` for shapes, dtypes or
+    devices that do not fit together.
     """
     size = bind(
         v_bsmhp=v_bsmhp,
@@ -65,14 +65,16 @@ def ssd(
 
     if size.s == 0:
         return v_bsmhp.clone(), state_bhpr.clone()
-    sequence = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh)
+    sequence = [v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh]
     with full_precision(v_bsmhp.device):
         if size.s == 1:
-            return one_token(*(tensor[:, 0].to(dtype) for tensor in sequence), state_bhpr, v_bsmhp.dtype)
+            v, b, c, da, w_now, w_later = (tensor[:, 0].to(dtype) for tensor in sequence)
+            return one_token(v, b, c, da, w_now, w_later, state_bhpr, v_bsmhp.dtype)
         chunk_len = min(path.chunk_len_or_optimal(size.r, size.p), size.s)
         if path.algorithm == "serial_recalculated":
             return ssd_recalculated(*sequence, state_bhpr, segments_bs, chunk_len)
-        chunks = into_chunks(*(tensor.to(dtype) for tensor in sequence), segments_bs, chunk_len)
+        v, b, c, da, w_now, w_later = (tensor.to(dtype) for tensor in sequence)
+        chunks = into_chunks(v, b, c, da, w_now, w_later, segments_bs, chunk_len)
         y_bnlmgqp, state_bgrqp = IN_CHUNKS[path.algorithm](chunks, to_core(state_bhpr, size.g))
         y_bsmhp = y_bnlmgqp.flatten(4, 5).flatten(1, 2)[:, : size.s]
         return y_bsmhp.to(v_bsmhp.dtype), from_core(state_bgrqp)
@@ -153,9 +155,7 @@ def into_chunks(
     )
 
 
-def learned_start(
-    learned_hpr: Tensor, c_bsmgr: Tensor, da_bsh: Tensor, segments_bs: Tensor
-) -> tuple[Tensor, Tensor]:
+def learned_start(learned_hpr: Tensor, c_bsmgr: Tensor, da_bsh: Tensor, segments_bs: Tensor) -> tuple[Tensor, Tensor]:
     """What a learned state adds to `ssd`'s outputs when every segment but the first starts from it instead of zero.
 
     The recurrence is linear in its state, so this is read by itself: `y_t = exp(a_t) h c_t` with `a_t` the sum of the

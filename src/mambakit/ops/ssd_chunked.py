@@ -78,7 +78,7 @@ def pass_states_at_once(written_bngrqp: Tensor, gap_bngq: Tensor, state_bgrqp: T
     """The same through a matrix of the decays between all pairs of chunk ends, the first being the entering state."""
     ends_bNgrqp = torch.cat([state_bgrqp[:, None], written_bngrqp], 1)
     gap_bgqN = torch.nn.functional.pad(gap_bngq.permute(0, 2, 3, 1), (1, 0))
-    # The gap of a pair sums what lies strictly after the earlier one; -inf at a segment's start cuts everything before it.
+    # The gap of a pair sums what lies after the earlier one; -inf at a segment's start cuts off all before it.
     decay_bgqNM = sums_between(gap_bgqN).exp()
     states_bNgrqp = torch.einsum("bgqNM,bMgrqp->bNgrqp", decay_bgqNM, ends_bNgrqp)
     return states_bNgrqp[:, :-1], states_bNgrqp[:, -1]

@@ -21,7 +21,9 @@ class _Bundle:
         size = bind(**named)
         if size.n < 1 or size.l < 1:
             raise ValueError(f"a bundle needs at least one chunk of one token, got n = {size.n} and l = {size.l}")
-        data = {name: tensor for name, tensor in named.items() if name[:2] in ("x_", "v_", "b_", "c_")}
+        data: dict[str, Tensor | None] = {
+            name: tensor for name, tensor in named.items() if name[:2] in ("x_", "v_", "b_", "c_")
+        }
         check_floats(data, {name: tensor for name, tensor in named.items() if name not in data})
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -47,7 +49,6 @@ class _Bundle:
         if self.init_state_hpr is None:
             return self.initial_state_bhpr
         return self.initial_state_bhpr + self.init_state_hpr
-
 
 
 def _with_chunk_len(path: SsdPath | None, chunk_len: int) -> SsdPath:
@@ -105,8 +106,9 @@ class _Mamba3Bundle(_Bundle):
 
     def _run(self, w_now_bnlh: Tensor, w_later_bnlh: Tensor, path: SsdPath | None) -> tuple[Tensor, Tensor]:
         n, l = self.v_bnlmhp.shape[1:3]
-        per_token = (self.v_bnlmhp, self.b_bnlmhr, self.c_bnlmhr, self.da_bnlh, w_now_bnlh, w_later_bnlh)
-        y_bsmhp, state_bhpr = ssd(*(t.flatten(1, 2) for t in per_token), self._state(), path=_with_chunk_len(path, l))
+        per_token = [self.v_bnlmhp, self.b_bnlmhr, self.c_bnlmhr, self.da_bnlh, w_now_bnlh, w_later_bnlh]
+        v, b, c, da, w_now, w_later = (t.flatten(1, 2) for t in per_token)
+        y_bsmhp, state_bhpr = ssd(v, b, c, da, w_now, w_later, self._state(), path=_with_chunk_len(path, l))
         return y_bsmhp.unflatten(1, (n, l)), state_bhpr
 
 

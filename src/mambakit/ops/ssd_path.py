@@ -21,8 +21,8 @@ class SsdPath:
 
     `algorithm`: `"minimal"` (batched products only), `"serial"` (a loop over chunks for the states) or
     `"serial_recalculated"` (keeps the inputs only and recomputes the rest in its backward).
-    `chunk_len=None` takes `optimal_chunk_len`. `backend="auto"` takes the fastest that supports the call; one asked for by
-    name runs or raises.
+    `chunk_len=None` takes `optimal_chunk_len`. `backend="auto"` takes the fastest that supports the call; one asked for
+    by name runs or raises.
     """
 
     algorithm: str = "serial_recalculated"

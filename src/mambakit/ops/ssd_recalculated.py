@@ -1,7 +1,7 @@
 """The serial scan with a backward of its own: it keeps the inputs only and visits one chunk at a time.
 
-Two custom operators, so that `torch.compile` and `torch.export` see one node each and no unrolled loop. The derivation of
-the backward is in docs/math.md, "The recalculated backward".
+Two custom operators, so that `torch.compile` and `torch.export` see one node each and no unrolled loop. The derivation
+of the backward is in docs/math.md, "The recalculated backward".
 """
 
 import math

@@ -1,7 +1,7 @@
 """Mamba-3's trapezoidal recurrence, each pathway as a filling of the core.
 
-    h_t = exp(da_t) h_{t-1} + beta_t u_{t-1} + gamma_t u_t,    y_t[m] = h_t c_t[m],    u_t = sum_m v_t[m] (x) b_t[m]
-    gamma_t = lambda_t dt_t                                    beta_t = (1 - lambda_t) dt_t exp(da_t)
+h_t = exp(da_t) h_{t-1} + beta_t u_{t-1} + gamma_t u_t,    y_t[m] = h_t c_t[m],    u_t = sum_m v_t[m] (x) b_t[m]
+gamma_t = lambda_t dt_t                                    beta_t = (1 - lambda_t) dt_t exp(da_t)
 """
 
 import torch
@@ -92,4 +92,3 @@ def _double(v, b, c, da_bsh, gamma_bsh, left_bsh, state_bhpr, v_last_bmhp, b_las
     y_now, state_now = ssd(v, b, c, da_bsh, gamma_bsh, gamma_bsh, state_bhpr, path=path, segments_bs=segments_bs)
     y_late, state_late = ssd(v_late, b_late, c, da_bsh, beta_bsh, beta_bsh, path=path, segments_bs=segments_bs)
     return y_now + y_late, state_now + state_late
-
