@@ -13,7 +13,7 @@ from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.trapezoid import trapezoid
-from mambakit.training import run_in_segments, segments
+from mambakit.training import run_in_segments
 
 Mamba2SsdPath = SsdPath
 Mamba3SsdPath = SsdPath
@@ -44,7 +44,6 @@ __all__ = [
     "caches",
     "causal_conv",
     "run_in_segments",
-    "segments",
     "selective_scan",
     "ssd",
     "trapezoid",
