@@ -102,13 +102,19 @@ def full(threads: list[int], repeats: int) -> None:
             ],
         )
     )
-    memory = [memory_row(name, tokens) for name in ALGORITHMS for tokens in (1024, 2048, 4096)]
-    print("\nPeak memory of training at chunk length 96, MiB. `own`: beyond outputs, their gradients and the inputs'\n")
+    shapes = [(2048, 64), (2048, 96), (2048, 128), (2048, 256), (1024, 96), (4096, 96)]
+    memory = [memory_row(name, *shape) for name in ALGORITHMS for shape in shapes]
+    print("\nPeak memory, MiB. `own`: what training holds beyond outputs, their gradients and the inputs'\n")
     print(
         table(
-            ["algorithm", "tokens", "inputs", "forward", "train", "own"],
+            ["algorithm", "tokens", "chunk", "inputs", "forward", "train", "own"],
             [
-                [r["algorithm"], str(r["tokens"]), *(mebibytes(r[k]) for k in ("inputs", "forward", "train", "own"))]
+                [
+                    r["algorithm"],
+                    str(r["tokens"]),
+                    str(r["chunk_len"]),
+                    *(mebibytes(r[key]) for key in ("inputs", "forward", "train", "own")),
+                ]
                 for r in memory
             ],
         )
@@ -116,15 +122,16 @@ def full(threads: list[int], repeats: int) -> None:
     print(f"\nwritten to {write_json('ssd', {'shape': SHAPE, 'time': results, 'memory': memory}).name}")
 
 
-def memory_row(algorithm: str, tokens: int) -> dict:
+def memory_row(algorithm: str, tokens: int, chunk_len: int) -> dict:
     """Bytes beyond the inputs. What any algorithm holds in training is `y`, its gradient and the inputs' gradients."""
-    tensors, path = inputs(tokens=tokens), SsdPath(algorithm, 96, "torch")
+    tensors, path = inputs(tokens=tokens), SsdPath(algorithm, chunk_len, "torch")
     given = sum(tensor.nbytes for tensor in tensors)
     y, state = forward(path, tensors)
     training = peak_bytes(lambda: train(path, tensors))
     return {
         "algorithm": algorithm,
         "tokens": tokens,
+        "chunk_len": chunk_len,
         "inputs": given,
         "forward": peak_bytes(lambda: forward(path, tensors)),
         "train": training,
