@@ -1,0 +1,83 @@
+"""Token ids as callers may give them, checked and brought into one form."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Ids = Tensor | Sequence[int] | Sequence[Tensor | Sequence[int]]
+"""Token ids of one prompt, or of a batch of them."""
+Stop = int | Sequence[int | Sequence[int]]
+"""An id, or a list of ids and of sequences of ids."""
+
+
+class Prompts(NamedTuple):
+    """Prompts as rows filled up on the right by repeating their last token."""
+
+    ids_bs: Tensor
+    length_b: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.length_b)
+
+    @property
+    def present_bs(self) -> Tensor:
+        return torch.arange(self.ids_bs.shape[1], device=self.ids_bs.device) < self.length_b[:, None]
+
+    def seen(self, vocab_size: int) -> Tensor:
+        """Which tokens occur in each prompt."""
+        return self.ids_bs.new_zeros(self.rows, vocab_size, dtype=torch.bool).scatter_(1, self.ids_bs, True)
+
+
+def read_prompts(ids: Ids, mask_bs: Tensor | None, vocab_size: int, device: torch.device) -> Prompts:
+    """The prompts of a call; ValueError where there is none, or one that a model of `vocab_size` cannot read."""
+    given = one_by_one(ids) if mask_bs is None else without_padding(ids, mask_bs)
+    if not given:
+        raise ValueError("ids holds no prompts")
+    rows = [read_ids(f"prompt {row}", prompt, vocab_size).to(device) for row, prompt in enumerate(given)]
+    longest = max(len(row_s) for row_s in rows)
+    filled = [torch.cat([row_s, row_s[-1:].expand(longest - len(row_s))]) for row_s in rows]
+    return Prompts(torch.stack(filled), torch.tensor([len(row_s) for row_s in rows], device=device))
+
+
+def one_by_one(ids: Ids) -> Sequence[Any]:
+    if isinstance(ids, Tensor):
+        if ids.dim() not in (1, 2):
+            raise ValueError(f"ids has {ids.dim()} axes, expected [batch, s], [s] or a list of prompts")
+        return [ids] if ids.dim() == 1 else list(ids)
+    if len(ids) and not isinstance(ids[0], Tensor | Sequence):
+        return [ids]
+    return ids
+
+
+def without_padding(ids_bs: Ids, mask_bs: Tensor) -> list[Tensor]:
+    if not isinstance(ids_bs, Tensor) or ids_bs.dim() != 2 or mask_bs.shape != ids_bs.shape:
+        given = f"of shape {tuple(ids_bs.shape)}" if isinstance(ids_bs, Tensor) else "in a list"
+        raise ValueError(f"mask_bs of shape {tuple(mask_bs.shape)} needs ids of the same two axes, got ids {given}")
+    if mask_bs.is_floating_point() or mask_bs.is_complex():
+        raise ValueError(f"mask_bs has to be boolean, got {mask_bs.dtype}")
+    return [row_s[mask_s.to(row_s.device)] for row_s, mask_s in zip(ids_bs, mask_bs.bool(), strict=True)]
+
+
+def read_stops(stop: Stop | None, vocab_size: int) -> list[Tensor]:
+    """Every stop as a sequence of ids."""
+    entries = [] if stop is None else [stop] if isinstance(stop, int) else stop
+    sequences = [[entry] if isinstance(entry, int) else entry for entry in entries]
+    return [read_ids(f"stop {place}", entry, vocab_size).cpu() for place, entry in enumerate(sequences)]
+
+
+def read_ids(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> Tensor:
+    try:
+        ids_s = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is {ids!r}, expected integer token ids: {error}") from error
+    if ids_s.dim() != 1 or len(ids_s) == 0:
+        raise ValueError(f"{name} has shape {tuple(ids_s.shape)}, expected a sequence of at least one token id")
+    if ids_s.is_floating_point() or ids_s.is_complex() or ids_s.dtype == torch.bool:
+        raise ValueError(f"{name} is of {ids_s.dtype}, expected integer token ids")
+    low, high = int(ids_s.min()), int(ids_s.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name} has ids from {low} to {high}, but this model's are 0 to {vocab_size - 1}")
+    return ids_s.long()
