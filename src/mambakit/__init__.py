@@ -4,6 +4,7 @@ from mambakit import caches
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
+from mambakit.generation import generate, stream
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.layer import Layer
 from mambakit.models.stack import Stack, StackConfig
@@ -13,6 +14,7 @@ from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.trapezoid import trapezoid
+from mambakit.prefix_cache import PrefixCache
 from mambakit.training import run_in_segments
 
 Mamba2SsdPath = SsdPath
@@ -38,13 +40,16 @@ __all__ = [
     "Mamba3SingleSsdInput",
     "Mamba3SsdPath",
     "ModelConfig",
+    "PrefixCache",
     "SsdPath",
     "Stack",
     "StackConfig",
     "caches",
     "causal_conv",
+    "generate",
     "run_in_segments",
     "selective_scan",
     "ssd",
+    "stream",
     "trapezoid",
 ]
