@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_positive
 from mambakit.blocks.layers import CausalConv1d, convolve, init_dt_bias, mark
-from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.activations import softplus
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
@@ -61,7 +60,7 @@ class Mamba1Cache(NamedTuple):
     ssm_bir: Tensor
 
 
-class Mamba1(nn.Module):
+class Mamba1(rows.Block[Mamba1Cache]):
     """A Mamba-1 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
 
     def __init__(self, config: Mamba1Config, *, device: Any = None, dtype: Any = None):
@@ -78,14 +77,6 @@ class Mamba1(nn.Module):
         self.D = mark(nn.Parameter(torch.empty(i, **wide)))
         self.out_proj = nn.Linear(i, config.d_model, bias=config.bias, **made)
         self.reset_parameters()
-
-    @property
-    def d_model(self) -> int:
-        return self.config.d_model
-
-    @property
-    def state_rank(self) -> int:
-        return self.config.state_rank
 
     def reset_parameters(self) -> None:
         """The official initialisation, projections included."""
@@ -114,10 +105,6 @@ class Mamba1(nn.Module):
             "out_proj": {"y": config.d_model},
         }
 
-    def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
-        """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
-        return param_groups(self, weight_decay=weight_decay, muon=muon)
-
     def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         i = self.config.d_inner
         return {"conv_bik": (batch, i, self.config.conv_kernel), "ssm_bir": (batch, i, self.config.state_rank)}
@@ -127,25 +114,6 @@ class Mamba1(nn.Module):
         return Mamba1Cache(
             self.D.new_zeros(shapes["conv_bik"], dtype=self.conv1d.weight.dtype), self.D.new_zeros(shapes["ssm_bir"])
         )
-
-    def forward(
-        self,
-        x_bsd: Tensor,
-        cache: Mamba1Cache | None = None,
-        *,
-        path: SsdPath | None = None,
-        mask_bs: Tensor | None = None,
-        reset_bs: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Mamba1Cache]:
-        """Outputs and the cache after the last token; see docs/blocks.md for masks, resets and packing."""
-        return rows.forward(self, x_bsd, cache, path, mask_bs, reset_bs, cu_seqlens)
-
-    def step(self, x_bd: Tensor, cache: Mamba1Cache | None = None) -> tuple[Tensor, Mamba1Cache]:
-        """One token."""
-        rows.check_token(self, x_bd)
-        y_bsd, after = self(x_bd[:, None], cache)
-        return y_bsd[:, 0], after
 
     def run(
         self,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, convolve, init_dt_bias, mark
-from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.activations import softplus
 from mambakit.ops.ssd import learned_start, ssd
 from mambakit.ops.ssd_path import SsdPath
@@ -85,7 +84,7 @@ class Mamba2Cache(NamedTuple):
     ssm_bhpr: Tensor
 
 
-class Mamba2(nn.Module):
+class Mamba2(rows.Block[Mamba2Cache]):
     """A Mamba-2 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
 
     def __init__(self, config: Mamba2Config, *, device: Any = None, dtype: Any = None):
@@ -106,14 +105,6 @@ class Mamba2(nn.Module):
         if config.learnable_init_states:
             self.init_states = mark(nn.Parameter(torch.empty(h, p, config.state_rank, **wide)))
         self.reset_parameters()
-
-    @property
-    def d_model(self) -> int:
-        return self.config.d_model
-
-    @property
-    def state_rank(self) -> int:
-        return self.config.state_rank
 
     @property
     def per_head_dim(self) -> int:
@@ -143,10 +134,6 @@ class Mamba2(nn.Module):
             "out_proj": {"y": config.d_model},
         }
 
-    def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
-        """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
-        return param_groups(self, weight_decay=weight_decay, muon=muon)
-
     def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         config = self.config
         return {
@@ -161,25 +148,6 @@ class Mamba2(nn.Module):
         if self.config.learnable_init_states:
             return Mamba2Cache(window_bvk, self.init_states.expand(batch, -1, -1, -1))
         return Mamba2Cache(window_bvk, self.D.new_zeros(shapes["ssm_bhpr"]))
-
-    def forward(
-        self,
-        x_bsd: Tensor,
-        cache: Mamba2Cache | None = None,
-        *,
-        path: SsdPath | None = None,
-        mask_bs: Tensor | None = None,
-        reset_bs: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Mamba2Cache]:
-        """Outputs and the cache after the last token; see docs/blocks.md for masks, resets and packing."""
-        return rows.forward(self, x_bsd, cache, path, mask_bs, reset_bs, cu_seqlens)
-
-    def step(self, x_bd: Tensor, cache: Mamba2Cache | None = None) -> tuple[Tensor, Mamba2Cache]:
-        """One token."""
-        rows.check_token(self, x_bd)
-        y_bsd, after = self(x_bd[:, None], cache)
-        return y_bsd[:, 0], after
 
     def run(
         self,

@@ -12,7 +12,6 @@ from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.layers import RMSNorm, init_dt_bias, last_token, mark
-from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.activations import heavy_tail, softplus
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
 from mambakit.ops.rotation import rotate_all, running_angle
@@ -152,7 +151,7 @@ class Token(NamedTuple):
     rot_bsR: Tensor
 
 
-class Mamba3(nn.Module):
+class Mamba3(rows.Block[Mamba3Cache]):
     """A Mamba-3 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
 
     def __init__(self, config: Mamba3Config, *, device: Any = None, dtype: Any = None):
@@ -176,14 +175,6 @@ class Mamba3(nn.Module):
         if config.learnable_init_states:
             self.init_states = mark(nn.Parameter(torch.empty(h, p, r, **wide)))
         self.reset_parameters()
-
-    @property
-    def d_model(self) -> int:
-        return self.config.d_model
-
-    @property
-    def state_rank(self) -> int:
-        return self.config.state_rank
 
     @property
     def per_head_dim(self) -> int:
@@ -219,10 +210,6 @@ class Mamba3(nn.Module):
         names = ("z", "x", "B", "C", "dt", "A", "lambda", "rotation")
         return {"in_proj": dict(zip(names, self.projected, strict=True)), "out_proj": {"y": self.config.d_model}}
 
-    def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
-        """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
-        return param_groups(self, weight_decay=weight_decay, muon=muon)
-
     def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         config = self.config
         h, p, r = config.nheads, config.per_head_dim, config.state_rank
@@ -251,25 +238,6 @@ class Mamba3(nn.Module):
     def no_rotation(self, batch: int) -> Tensor:
         rotation = self.D.new_zeros(batch, *self.config.rotation_shape)
         return rotation + rotation.new_tensor(IDENTITY) if self.config.rotation == "quaternion" else rotation
-
-    def forward(
-        self,
-        x_bsd: Tensor,
-        cache: Mamba3Cache | None = None,
-        *,
-        path: SsdPath | None = None,
-        mask_bs: Tensor | None = None,
-        reset_bs: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Mamba3Cache]:
-        """Outputs and the cache after the last token; see docs/blocks.md for masks, resets and packing."""
-        return rows.forward(self, x_bsd, cache, path, mask_bs, reset_bs, cu_seqlens)
-
-    def step(self, x_bd: Tensor, cache: Mamba3Cache | None = None) -> tuple[Tensor, Mamba3Cache]:
-        """One token."""
-        rows.check_token(self, x_bd)
-        y_bsd, after = self(x_bd[:, None], cache)
-        return y_bsd[:, 0], after
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
         """What `step` converges to when the same token comes for ever."""

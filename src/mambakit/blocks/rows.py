@@ -5,71 +5,100 @@ batch entry or per packed sequence, and their outputs scattered back. On the rig
 needs.
 """
 
+from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.ssd_path import SsdPath
 
+Cache = TypeVar("Cache", bound=tuple[Any, ...])
 
-class Block(Protocol):
-    """What a block has to offer for this file and for a stack."""
+
+class Block(nn.Module, ABC, Generic[Cache]):
+    """What the three families say in the same words: how a block is called. What it computes is its `run`."""
+
+    config: Any
 
     @property
-    def d_model(self) -> int: ...
+    def d_model(self) -> int:
+        return self.config.d_model
 
-    def fresh_cache(self, batch: int) -> Any: ...
+    @property
+    def state_rank(self) -> int:
+        return self.config.state_rank
 
-    def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]: ...
+    @abstractmethod
+    def fresh_cache(self, batch: int) -> Cache:
+        """Nothing seen yet; the state is the learned one where there is one."""
 
+    @abstractmethod
+    def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """Of a cache's tensors, by field."""
+
+    @abstractmethod
     def run(
-        self, x_bsd: Tensor, cache: Any, path: SsdPath | None, segments_bs: Tensor | None, lengths_b: Tensor | None
-    ) -> tuple[Tensor, Any]:
+        self, x_bsd: Tensor, cache: Cache, path: SsdPath | None, segments_bs: Tensor | None, lengths_b: Tensor | None
+    ) -> tuple[Tensor, Cache]:
         """The whole block on rows filled up on the right: `lengths_b` counts their tokens (None: all are).
 
         `segments_bs` starts afresh at every new id; the cache belongs to the first token's.
         """
-        ...
 
+    def forward(
+        self,
+        x_bsd: Tensor,
+        cache: Cache | None = None,
+        *,
+        path: SsdPath | None = None,
+        mask_bs: Tensor | None = None,
+        reset_bs: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """Outputs and the cache after the last token; see docs/blocks.md.
 
-def forward(
-    block: Block,
-    x_bsd: Tensor,
-    cache: Any,
-    path: SsdPath | None,
-    mask_bs: Tensor | None,
-    reset_bs: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Any]:
-    """Run `block` on the tokens that `mask_bs` says are there, afresh where `reset_bs` or `cu_seqlens` say so."""
-    check_input(block, x_bsd)
-    b, s, _ = x_bsd.shape
-    rows = b if cu_seqlens is None else check_packing(cu_seqlens, x_bsd)
-    if cache is None:
-        cache = block.fresh_cache(rows)
-    check_cache(block, cache, rows, x_bsd.device)
-    ids_bs = None
-    if reset_bs is not None:
-        check_flags("reset_bs", reset_bs, x_bsd)
-        ids_bs = reset_bs.bool().cumsum(1)
-    if mask_bs is None and cu_seqlens is None:
-        if ids_bs is not None and s:
-            cache = restart(block, cache, ids_bs[:, 0] > 0)
-        return block.run(x_bsd, cache, path, ids_bs, None)
+        Only tokens that `mask_bs` says are there count. `reset_bs` starts afresh before a token; `cu_seqlens` packs
+        sequences into a batch of one, and the cache then has a row for each.
+        """
+        check_input(self, x_bsd)
+        b, s, _ = x_bsd.shape
+        rows = b if cu_seqlens is None else check_packing(cu_seqlens, x_bsd)
+        if cache is None:
+            cache = self.fresh_cache(rows)
+        check_cache(self, cache, rows, x_bsd.device)
+        ids_bs = None
+        if reset_bs is not None:
+            check_flags("reset_bs", reset_bs, x_bsd)
+            ids_bs = reset_bs.bool().cumsum(1)
+        if mask_bs is None and cu_seqlens is None:
+            if ids_bs is not None and s:
+                cache = restart(self, cache, ids_bs[:, 0] > 0)
+            return self.run(x_bsd, cache, path, ids_bs, None)
 
-    if mask_bs is not None:
-        check_flags("mask_bs", mask_bs, x_bsd)
-    layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
-    segments = leaving = None
-    if ids_bs is not None:
-        segments, entering, leaving = layout.resets(ids_bs)
-        cache = restart(block, cache, entering)
-    y_rld, cache = block.run(layout.gather(x_bsd), cache, path, segments, layout.lengths_r)
-    if leaving is not None:
-        cache = restart(block, cache, leaving)
-    return layout.scatter(y_rld, b, s), cache
+        if mask_bs is not None:
+            check_flags("mask_bs", mask_bs, x_bsd)
+        layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
+        segments = leaving = None
+        if ids_bs is not None:
+            segments, entering, leaving = layout.resets(ids_bs)
+            cache = restart(self, cache, entering)
+        y_rld, cache = self.run(layout.gather(x_bsd), cache, path, segments, layout.lengths_r)
+        if leaving is not None:
+            cache = restart(self, cache, leaving)
+        return layout.scatter(y_rld, b, s), cache
+
+    def step(self, x_bd: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
+        """One token."""
+        check_token(self, x_bd)
+        y_bsd, after = self(x_bd[:, None], cache)
+        return y_bsd[:, 0], after
+
+    def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
+        """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
+        return param_groups(self, weight_decay=weight_decay, muon=muon)
 
 
 class Layout(NamedTuple):
@@ -136,7 +165,7 @@ def lay_out(
     return Layout(take_rl.gather(1, nearest_rl), lengths_r, back_n, present_n, last_n)
 
 
-def restart(block: Block, cache: Any, fresh_b: Tensor) -> Any:
+def restart(block: Block[Cache], cache: Cache, fresh_b: Tensor) -> Cache:
     """`cache` with the rows of `fresh_b` as a fresh cache has them."""
     new = block.fresh_cache(len(fresh_b))
     pairs = zip(new, cache, strict=True)
