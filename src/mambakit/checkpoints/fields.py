@@ -1,0 +1,75 @@
+"""What the readers of foreign configs share: renaming fields, and naming all that is wrong with them at once."""
+
+from collections.abc import Collection, Mapping
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mambakit.models.language_model import ModelConfig
+from mambakit.models.layer import FAMILIES
+
+Names = Mapping[str, str]
+"""A format's names of fields, each with ours."""
+
+
+def same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def renamed(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """The fields that `names` knows, under our names."""
+    ours = {names[name]: value for name, value in values.items() if name in names}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in ours.items()}
+
+
+class Lint:
+    """Collects what is wrong with a config, for one ValueError in the words of its format."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.buildable = True
+
+    def add(self, problem: str) -> None:
+        self.problems.append(problem)
+
+    def unknown(self, values: Collection[str], known: Collection[str], where: str = "") -> None:
+        self.problems += [f"unknown field {where}{name}" for name in sorted(set(values) - set(known))]
+
+    def types(self, kind: type, values: Mapping[str, Any], names: Names, where: str = "") -> None:
+        """Each value has to be one that its field of `kind`, a config of ours, can take."""
+        hints = get_type_hints(kind)
+        for name, ours in names.items():
+            if name in values and not _fits(values[name], hints[ours]):
+                self.add(f"{where}{name} = {values[name]!r} is not {_called(hints[ours])}")
+                self.buildable = False
+
+    def build(self, family: str, model: dict[str, Any], block: dict[str, Any]) -> ModelConfig:
+        """The config, which may still be refused by `close`."""
+        try:
+            if self.buildable:
+                return ModelConfig(block=FAMILIES[family][0](**block), **model)
+        except ValueError as error:
+            self.add(str(error))
+        raise ValueError("; ".join(self.problems))
+
+    def close(self) -> None:
+        if self.problems:
+            raise ValueError("; ".join(self.problems))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        return isinstance(value, list | tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _called(hint: Any) -> str:
+    if isinstance(hint, UnionType):
+        return " or ".join(map(_called, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"a list of {len(get_args(hint))} numbers"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}[hint]

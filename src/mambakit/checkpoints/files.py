@@ -1,0 +1,141 @@
+"""Finding and reading the files of a checkpoint. Nothing here runs what a file says."""
+
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""In the order in which they are looked for; each may be in parts with an index."""
+INDEX = ".index.json"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def find_directory(path_or_hub_name: str | os.PathLike[str]) -> Path:
+    """A directory that is there, or a copy of what the hub has under a name like `owner/model`."""
+    path = Path(path_or_hub_name)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{path} is a file; give the directory that holds it and its {CONFIG}")
+    name = str(path_or_hub_name)
+    if not isinstance(path_or_hub_name, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        raise ValueError(f"there is no directory {path}")
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ValueError(
+            f"there is no directory {name}; to get it from the hub, pip install huggingface_hub"
+        ) from error
+    directory = Path()
+    try:
+        for weights in WEIGHTS:
+            stem, suffix = os.path.splitext(weights)
+            patterns = [CONFIG, weights, f"{stem}-*{suffix}", weights + INDEX]
+            directory = Path(snapshot_download(name, allow_patterns=patterns))
+            if find_weights(directory):
+                break
+    except Exception as error:  # the hub's client raises its own and its transport's
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"there is no directory {name}, and the hub did not give it: {reason}") from error
+    return directory
+
+
+def find_weights(directory: Path) -> Path | None:
+    """The file of weights, or the index of its parts."""
+    candidates = [directory / (name + suffix) for name in WEIGHTS for suffix in ("", INDEX)]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes(), object_hook=_tagged_float)
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path.name} in {path.parent}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
+    return values
+
+
+def _tagged_float(values: dict[str, Any]) -> Any:
+    """transformers 5 writes infinity as `{"__float__": "Infinity"}`, other versions as a bare `Infinity`."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All weights by name. They stay in the files, mapped into memory, until they are copied."""
+    path = find_weights(directory)
+    if path is None:
+        names = " or ".join(WEIGHTS)
+        raise ValueError(f"there are no weights in {directory}: no {names}, nor an index of parts ({INDEX})")
+    return _read_parts(path) if path.name.endswith(INDEX) else _read_file(path)
+
+
+def _read_parts(index: Path) -> dict[str, Tensor]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(part, str) for part in places.values()):
+        raise ValueError(f"{index} has no weight_map from names of tensors to names of files")
+    parts = sorted(set(places.values()))
+    outside = [part for part in parts if Path(part).name != part or not part.endswith((".safetensors", ".bin"))]
+    if outside:
+        raise ValueError(f"{index} names files that are not weights beside it: {', '.join(outside)}")
+    absent = [part for part in parts if not (index.parent / part).is_file()]
+    if absent:
+        raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
+    tensors: dict[str, Tensor] = {}
+    wrong = []
+    for part in parts:
+        found = _read_file(index.parent / part)
+        listed = {name for name, place in places.items() if place == part}
+        wrong += [f"{name} in {part}" for name in sorted(listed ^ found.keys())]
+        tensors |= found
+    if wrong:
+        raise ValueError(f"{index} and its files disagree about {', '.join(wrong)}")
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ValueError(f"{path} holds no plain mapping of names to tensors")
+    odd = [
+        f"{name} ({tensor.dtype}, {tensor.layout}, {tensor.device})"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided or not tensor.is_cpu
+    ]
+    if odd:
+        raise ValueError(f"{path} holds tensors that are not plain floating-point ones: {', '.join(odd)}")
+    return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _read_bin(path: Path) -> Any:
+    try:
+        # Files from before torch 1.6 are no zip archives and cannot be mapped.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
+    except Exception as error:  # damaged pickles raise almost anything
+        raise ValueError(
+            f"{path} was refused: it is cut short, or holds more than tensors, which might run code. None of it was run"
+        ) from error

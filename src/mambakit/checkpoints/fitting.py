@@ -1,0 +1,131 @@
+"""Named tensors and the model they belong to: whether they fit, and putting them in."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mambakit.blocks.mamba1 import Mamba1Config
+from mambakit.blocks.mamba3 import Mamba3Config
+from mambakit.models.language_model import LanguageModel, ModelConfig
+
+EMBEDDING = "backbone.embedding.weight"
+HEAD = "lm_head.weight"
+EMBEDDINGS = (EMBEDDING, "backbone.embeddings.weight")
+"""What the embedding is called, here and in transformers. All other weights have one name everywhere."""
+MIXER = "backbone.layers.0.mixer."
+
+
+def with_embedding_called(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if all(other in tensors for other in EMBEDDINGS):
+        raise ValueError(f"there are two embeddings, {' and '.join(EMBEDDINGS)}")
+    return {name if key in EMBEDDINGS else key: tensor for key, tensor in tensors.items()}
+
+
+def empty_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> LanguageModel:
+    """A model without memory, in `dtype` or that of the stored projections."""
+    # A layer has some tensor at least; a wrong number of layers must not take forever to build.
+    if config.n_layer > len(tensors):
+        raise ValueError(f"the config has {config.n_layer} layers, but there are {len(tensors)} tensors in all")
+    if dtype is None:
+        dtype = tensors[MIXER + "in_proj.weight"].dtype if MIXER + "in_proj.weight" in tensors else torch.float32
+    return LanguageModel(config, device="meta", dtype=dtype)
+
+
+def check_tensors(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
+    """ValueError lists every tensor that is missing, left over or misshapen, or says that a tied head is none."""
+    tied = model.config.tie_embeddings
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    missing = sorted(wanted.keys() - tensors.keys() - ({HEAD} if tied else set()))
+    left_over = sorted(tensors.keys() - wanted.keys())
+    misshapen = [
+        f"{name} is {list(tensor.shape)} instead of {list(wanted[name])}"
+        for name, tensor in tensors.items()
+        if name in wanted and tensor.shape != wanted[name]
+    ]
+    problems = [f"missing {', '.join(missing)}"] if missing else []
+    problems += [f"left over {', '.join(left_over)}"] if left_over else []
+    problems += misshapen
+    if problems:
+        problems += [str(size) for size in sizes(model.config, tensors) if size.stored != size.configured]
+    elif tied and HEAD in tensors and not _same(tensors[HEAD], tensors[EMBEDDING]):
+        problems.append(f"the head is tied, but {HEAD} differs from {EMBEDDING}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+@dataclass
+class Size:
+    """A size that the tensors show and the config implies."""
+
+    name: str
+    stored: int
+    configured: int
+
+    def __str__(self) -> str:
+        return f"the tensors have {self.name} = {self.stored}, the config gives {self.configured}"
+
+
+def sizes(config: ModelConfig, tensors: dict[str, Tensor]) -> list[Size]:
+    """Those of the sizes that can be told from the tensors there are."""
+    layers = {name.split(".")[2] for name in tensors if name.startswith("backbone.layers.")}
+    found = [Size("n_layer", len(layers), config.n_layer)]
+    block = config.block
+
+    def add(name: str, key: str, axis: int, configured: int, beside: int = 0) -> None:
+        if key in tensors and tensors[key].dim() > axis:
+            found.append(Size(name, tensors[key].shape[axis] - beside, configured))
+
+    padded = f"a vocabulary padded to a multiple of {config.pad_vocab_size_multiple}"
+    add(padded, EMBEDDING, 0, config.padded_vocab_size)
+    add("d_model", EMBEDDING, 1, block.d_model)
+    add("d_inner", MIXER + "out_proj.weight", 1, block.d_inner)
+    add("an MLP width rounded up to 128", "backbone.layers.0.mlp.fc2.weight", 1, -(-config.d_intermediate // 128) * 128)
+    if isinstance(block, Mamba1Config):
+        add("state_rank", MIXER + "A_log", 1, block.state_rank)
+        add("dt_rank", MIXER + "dt_proj.weight", 1, block.dt_width)
+        return found
+    add("nheads", MIXER + "dt_bias", 0, block.nheads)
+    if isinstance(block, Mamba3Config):
+        add("state_rank", MIXER + "B_norm.weight", 0, block.state_rank)
+        add("mimo_rank", MIXER + "B_bias", 1, block.ranks)
+    else:
+        add("conv_dim", MIXER + "conv1d.weight", 0, block.conv_dim)
+    return found
+
+
+def warn_about_casts(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
+    """The model has one dtype, that of its projections; say so where it holds less than what is stored."""
+    narrowed = [
+        f"{name} ({tensors[name].dtype})"
+        for name, parameter in model.named_parameters()
+        if torch.promote_types(tensors[name].dtype, parameter.dtype) != parameter.dtype
+    ]
+    if narrowed:
+        dtype = model.backbone.embedding.weight.dtype
+        warnings.warn(
+            f"the projections are stored in {dtype}, and so these become narrower: {', '.join(narrowed)}; "
+            "pass dtype=torch.float32 to keep them",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def fill(model: LanguageModel, tensors: dict[str, Tensor], device: torch.device | str | None) -> None:
+    """Give every parameter of an empty model its values; parameters that are one stay one."""
+    device = torch.get_default_device() if device is None else device
+    full: dict[nn.Parameter, nn.Parameter] = {}
+    for name, empty in list(model.named_parameters(remove_duplicate=False)):
+        if empty not in full:
+            # Copied, since the tensors are parts of the mapped files.
+            values = tensors[name].to(device, empty.dtype, copy=True, memory_format=torch.contiguous_format)
+            full[empty] = nn.Parameter(values, requires_grad=empty.requires_grad)
+            vars(full[empty]).update(vars(empty))
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, full[empty])
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() or (a.dtype == b.dtype and torch.equal(a, b))

@@ -1,0 +1,138 @@
+"""The three formats, and what crossing between them may not change."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mambakit.blocks.mamba1 import Mamba1Config
+from mambakit.blocks.mamba2 import Mamba2Config
+from mambakit.blocks.mamba3 import Mamba3Config
+from mambakit.checkpoints import official, transformers
+from mambakit.checkpoints.files import read_json
+from mambakit.checkpoints.fitting import EMBEDDING
+from mambakit.models.language_model import ModelConfig
+from mambakit.models.layer import BlockConfig, family_of
+
+VERSION = 1
+
+
+class Format(NamedTuple):
+    read: Callable[[dict[str, Any]], ModelConfig]
+    """The config that the values of a `config.json` describe."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+    weights: str
+    """Name of the file of weights when it is one."""
+    embedding: str = EMBEDDING
+    """Name of the embedding among the weights. All others are named as in our models."""
+    stores_tied_head: bool = False
+
+
+def read_own(values: dict[str, Any]) -> ModelConfig:
+    if values.get("version") != VERSION:
+        raise ValueError(f"version = {values.get('version')!r}, but this mambakit reads version {VERSION}")
+    if values.keys() != {"format", "version", "model"}:
+        raise ValueError(f"the fields are {', '.join(sorted(values))}, expected format, version and model")
+    try:
+        return ModelConfig.from_dict(values["model"])
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"model has a field of the wrong type, or lacks one: {error}") from error
+
+
+def write_own(config: ModelConfig) -> dict[str, Any]:
+    return {"format": "mambakit", "version": VERSION, "model": config.to_dict()}
+
+
+FORMATS = {
+    "mambakit": Format(read_own, write_own, "model.safetensors"),
+    # The official package reads this file only.
+    "official": Format(official.read, official.write, "pytorch_model.bin", stores_tied_head=True),
+    "transformers": Format(
+        transformers.read, transformers.write, "model.safetensors", embedding="backbone.embeddings.weight"
+    ),
+}
+
+
+def read_config(path: Path) -> tuple[str, ModelConfig]:
+    """The name of the format and the config that a `config.json` describes; ValueError names all that is wrong."""
+    values = read_json(path)
+    name = "transformers" if "model_type" in values else "official"
+    if values.get("format") == "mambakit":
+        name = "mambakit"
+    try:
+        return name, FORMATS[name].read(values)
+    except ValueError as error:
+        raise ValueError(f"{path}, read in the format {name!r}: {error}") from error
+
+
+def write_config(config: ModelConfig, name: str) -> dict[str, Any]:
+    """The values of `config.json`; ValueError names the fields that the format would not give back."""
+    written = FORMATS[name].write(config)
+    stored = FORMATS[name].read(written)
+    if name == "transformers" and isinstance(stored.block, Mamba2Config):
+        # What its models compute, whatever the number of groups.
+        stored = replace(stored, block=replace(stored.block, norm_group_size=stored.block.ssm_width))
+    want, got = described(config), described(stored)
+    if name == "transformers":
+        # Padding becomes part of the vocabulary, and how A starts is fixed. Neither changes what is computed.
+        for field in ("vocab_size", "pad_vocab_size_multiple", "block.A_init_range"):
+            want.pop(field, None)
+    lost = [f"{field} = {value!r}" for field, value in want.items() if got[field] != value]
+    if lost:
+        raise ValueError(f'the format "{name}" cannot express {", ".join(lost)}; "mambakit" can')
+    return written
+
+
+def described(config: ModelConfig) -> dict[str, Any]:
+    """All fields by name, with the values that defaults like None stand for."""
+    model = {name: value for name, value in asdict(config).items() if name != "block"}
+    return {**model, **{f"block.{name}": value for name, value in _described_block(config.block).items()}}
+
+
+def _described_block(block: BlockConfig) -> dict[str, Any]:
+    values = asdict(block)
+    if isinstance(block, Mamba1Config):
+        return {**values, "dt_rank": block.dt_width}
+    if isinstance(block, Mamba2Config):
+        return {**values, "d_ssm": block.ssm_width, "norm_group_size": block.norm_width}
+    return {**values, "mimo_rank": block.ranks}
+
+
+def with_choices(
+    config: ModelConfig, name: str, *, a_activation: str | None, norm_group_size: int | None
+) -> ModelConfig:
+    """The config with what the format leaves open as the caller says, or a warning about what is assumed."""
+    block = config.block
+    if isinstance(block, Mamba3Config) and name == "official" and a_activation is None:
+        _warn(
+            f'official Mamba-3 checkpoints do not say how A is activated; assuming "{block.a_activation}". '
+            'Pass "softplus" for weights made before the official change of June 2026, "heavy_tail" for later ones'
+        )
+    if isinstance(block, Mamba2Config) and name == "transformers" and block.ngroups > 1 and norm_group_size is None:
+        _warn(
+            f"n_groups = {block.ngroups}: the gated norm is taken per group, over {block.norm_width} channels, as in "
+            f"the official code. transformers without fused kernels takes it over all {block.ssm_width}; pass "
+            f"norm_group_size={block.ssm_width} to reproduce that, or {block.norm_width} to keep the groups"
+        )
+    for field, value, kind in (
+        ("a_activation", a_activation, Mamba3Config),
+        ("norm_group_size", norm_group_size, Mamba2Config),
+    ):
+        if value is not None:
+            block = _chosen(block, name, field, value, kind)
+    return replace(config, block=block)
+
+
+def _chosen(block: BlockConfig, name: str, field: str, value: Any, kind: type) -> BlockConfig:
+    if not isinstance(block, kind):
+        raise ValueError(f"{field} = {value!r} was given, but this is a {family_of(block)} model, which has none")
+    changed = replace(block, **{field: value})
+    if name == "mambakit" and _described_block(changed) != _described_block(block):
+        raise ValueError(f"{field} = {value!r} was given, but config.json says {getattr(block, field)!r}")
+    return changed
+
+
+def _warn(message: str) -> None:
+    # Points at the caller of load_model.
+    warnings.warn(message, UserWarning, stacklevel=4)
