@@ -51,6 +51,12 @@ class GatedMLP(nn.Module):
         self.fc1 = nn.Linear(width, 2 * hidden, bias=False, **made)
         self.fc2 = nn.Linear(hidden, width, bias=False, **made)
 
+    @property
+    def independent_maps(self) -> dict[str, dict[str, int]]:
+        """The maps that each projection stacks, with their rows in order; see `blocks/param_groups.py`."""
+        hidden = self.fc2.in_features
+        return {"fc1": {"value": hidden, "gate": hidden}, "fc2": {"y": self.fc2.out_features}}
+
     def forward(self, x: Tensor) -> Tensor:
         value, gate = self.fc1(x).chunk(2, dim=-1)
         return self.fc2(value * F.silu(gate))

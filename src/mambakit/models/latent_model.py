@@ -1,0 +1,147 @@
+"""A model of vectors: projection, stack, norm, projection."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mambakit.blocks.config import check_positive
+from mambakit.blocks.rows import check_flags
+from mambakit.models.class_tokens import (
+    ClassCache,
+    ClassTokens,
+    Cursor,
+    Marker,
+    check_markers,
+    check_step_without_cursors,
+    length_after,
+    plan,
+    splice,
+    splice_flags,
+)
+from mambakit.models.layer import make_norm, normed
+from mambakit.models.stack import Stack, StackCache, StackConfig
+from mambakit.ops.ssd_path import SsdPath
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentConfig(StackConfig):
+    d_input: int
+    d_output: int
+    final_norm: bool = True
+    class_tokens: tuple[Marker, ...] = ()
+    """Markers of learned input rows; see `class_tokens.py`."""
+
+    def __post_init__(self) -> None:
+        StackConfig.__post_init__(self)
+        check_positive(self, "d_input", "d_output")
+        check_markers("class_tokens", self.class_tokens)
+
+
+class LatentModel(nn.Module):
+    """Vectors to vectors: `y_bsO, cache = model(x_bsI, cache)`, with the contract of a block."""
+
+    def __init__(
+        self,
+        config: LatentConfig,
+        *,
+        grad_horizon: int | None = None,
+        checkpoint_layers: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        self.config = config
+        made = {"device": device, "dtype": dtype}
+        d_model = config.block.d_model
+        self.in_proj = nn.Linear(config.d_input, d_model, **made)
+        self.stack = Stack(config, grad_horizon=grad_horizon, checkpoint_layers=checkpoint_layers, **made)
+        self.norm_f = make_norm(d_model, config.rms_norm, config.norm_eps, **made) if config.final_norm else None
+        self.out_proj = nn.Linear(d_model, config.d_output, **made)
+        self.class_tokens = ClassTokens(config.class_tokens, config.d_input, **made) if config.class_tokens else None
+
+    def fresh_cache(self, batch: int, length: int | None = None) -> StackCache:
+        """Nothing seen yet. `length` is that of the sequence to come, where class tokens need to know it."""
+        if self.class_tokens is None:
+            return self.stack.fresh_cache(batch, length)
+        inner = self.stack.fresh_cache(batch, length_after(self.config.class_tokens, length))
+        return ClassCache(inner, (Cursor(0, length),))
+
+    def forward(
+        self,
+        x_bsI: Tensor,
+        cache: StackCache | None = None,
+        *,
+        path: SsdPath | None = None,
+        mask_bs: Tensor | None = None,
+        reset_bs: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, StackCache]:
+        """Outputs of tokens and class rows, and the cache; the options are a stack's.
+
+        With a cache from `fresh_cache`, the sequence continues where it stands; without one, `x_bsI` is all of it.
+        """
+        self.check_input(x_bsI, 3)
+        if mask_bs is not None:
+            check_flags("mask_bs", mask_bs, x_bsI)
+        if (self.class_tokens or self.stack.levels) and (reset_bs is not None or cu_seqlens is not None):
+            raise ValueError("class tokens know one sequence per row: give each sequence a row of its own")
+        options = {"path": path, "reset_bs": reset_bs, "cu_seqlens": cu_seqlens}
+        return self.advance(x_bsI, cache, mask_bs, options)
+
+    def step(self, x_bI: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
+        """One token. With a cursor also the rows around it; the output is that of the last of them."""
+        self.check_input(x_bI, 2)
+        if isinstance(cache, ClassCache):
+            y_bsO, cache = self.advance(x_bI[:, None], cache)
+            return y_bsO[:, -1], cache
+        if self.class_tokens is not None:
+            check_step_without_cursors(self.class_tokens)
+        x_bd, cache = self.stack.step(self.in_proj(x_bI), cache)
+        return self.out(x_bd), cache
+
+    def step_infinite(self, x_bI: Tensor) -> Tensor:
+        """What `step` converges to when the same token comes for ever; Mamba-3 only."""
+        self.check_input(x_bI, 2)
+        return self.out(self.stack.step_infinite(self.in_proj(x_bI)))
+
+    def prime(self, cache: StackCache) -> tuple[Tensor | None, StackCache]:
+        """Let the rows through that the next token would be preceded by. The last output, or None if there are none."""
+        if self.class_tokens is None:
+            x_bd, cache = self.stack.prime(cache)
+            return None if x_bd is None else self.out(x_bd), cache
+        if not isinstance(cache, ClassCache):
+            raise ValueError("prime needs a cache with cursors; fresh_cache(batch, length) makes one")
+        slots = cache.inner.inner if isinstance(cache.inner, ClassCache) else cache.inner
+        x_bsI = self.in_proj.weight.new_zeros(len(slots[0][0]), 0, self.config.d_input)
+        y_bsO, cache = self.advance(x_bsI, cache, prime=True)
+        return (y_bsO[:, -1] if y_bsO.shape[1] else None), cache
+
+    def advance(
+        self,
+        x_bsI: Tensor,
+        cache: StackCache | None,
+        mask_bs: Tensor | None = None,
+        options: dict[str, Any] | None = None,
+        prime: bool = False,
+    ) -> tuple[Tensor, StackCache]:
+        """The next tokens with the class rows that belong between them, or only those before the next one."""
+        if self.class_tokens is None:
+            x_bsd, cache = self.stack.advance(self.in_proj(x_bsI), cache, mask_bs, options, prime)
+            return self.out(x_bsd), cache
+        has_cursor = isinstance(cache, ClassCache)
+        inner, (cursor,) = cache if has_cursor else (cache, (Cursor(0, x_bsI.shape[1]),))
+        places, cursor = plan(self.class_tokens.markers, cursor, x_bsI.shape[1], prime)
+        x_bsI, mask_bs = splice(x_bsI, self.class_tokens.weight, places), splice_flags(mask_bs, places)
+        x_bsd, inner = self.stack.advance(self.in_proj(x_bsI), inner, mask_bs, options, prime)
+        return self.out(x_bsd), ClassCache(inner, (cursor,)) if has_cursor else inner
+
+    def out(self, x: Tensor) -> Tensor:
+        # Without a norm, the residual may still be wider than the layers.
+        x = x.to(self.out_proj.weight.dtype) if self.norm_f is None else normed(self.norm_f, x)
+        return self.out_proj(x)
+
+    def check_input(self, x: Tensor, axes: int) -> None:
+        if x.dim() != axes or x.shape[-1] != self.config.d_input:
+            wanted = "batch, sequence" if axes == 3 else "batch"
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected ({wanted}, d_input = {self.config.d_input})")
