@@ -15,6 +15,7 @@ from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.trapezoid import trapezoid
 from mambakit.prefix_cache import PrefixCache
+from mambakit.quantization import quantize
 from mambakit.training import run_in_segments
 
 Mamba2SsdPath = SsdPath
@@ -47,6 +48,7 @@ __all__ = [
     "caches",
     "causal_conv",
     "generate",
+    "quantize",
     "run_in_segments",
     "selective_scan",
     "ssd",
