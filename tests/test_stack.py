@@ -88,16 +88,16 @@ def leaves(cache: Any) -> tuple[Any, ...]:
     return copy
 
 
-def results(stack, run, x: Tensor, cache=None) -> dict[str, Tensor]:
+def results(stack, run, x: Tensor, cache: Any = None) -> dict[str, Tensor]:
     """Outputs, cache and every gradient of `run(stack, x, cache) -> (y, cache)`."""
     x = x.detach().clone().requires_grad_()
-    entering = None if cache is None else leaves(cache)
-    y, last = run(stack, x, entering)
+    entering: list[Any] = [] if cache is None else list(leaves(cache))
+    y, last = run(stack, x, tuple(entering) or None)
     out = {"y": y, **flat(last)}
     make = torch.Generator().manual_seed(5)
     loss = sum((t * torch.randn(t.shape, generator=make, dtype=torch.float64)).sum() for t in out.values())
     inputs = {"x": x, **dict(stack.named_parameters())}
-    for q, slot in enumerate(entering or ()):
+    for q, slot in enumerate(entering):
         inputs |= {f"entering {q} {n}": t for n, t in slot._asdict().items() if isinstance(t, Tensor)}
     grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)  # type: ignore[arg-type]
     named = zip(inputs.items(), grads, strict=True)

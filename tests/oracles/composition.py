@@ -79,3 +79,12 @@ def insert(tokens: Sequence, markers: Sequence[str | int], name: str) -> list:
         out += [(name, i) for _, i in sorted(at.get(position, []))]
         out += tokens[position : position + 1]
     return out
+
+
+def both_ways(pairs: Sequence[tuple[Callable, Callable, Callable]], x_sd: Tensor) -> Tensor:
+    """Pairs of (straight, reverse, merge), each added; the reverse one reads a reversed list of tokens."""
+    for straight, reverse, merge in pairs:
+        backwards = reverse(torch.stack(list(x_sd)[::-1])) if len(x_sd) else x_sd
+        backwards = torch.stack(list(backwards)[::-1]) if len(x_sd) else x_sd
+        x_sd = x_sd + merge(straight(x_sd), backwards)
+    return x_sd

@@ -30,6 +30,8 @@ from mambakit.ops.ssd_path import SsdPath
 
 StackCache = tuple[Any, ...]
 """One block cache per virtual layer; inside a `ClassCache` where class latents have cursors."""
+Call = Callable[[Any, Tensor, Any, Tensor | None], tuple[Tensor, Any]]
+"""`call(layer, x, cache, mask) -> (delta, cache)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,16 +127,11 @@ class Stack(nn.Module):
         if config.stack_latents:
             self.stack_latents = ClassTokens(config.stack_latents, config.block.d_model, **made)
             self.levels.append((0, "stack_latents"))
-        if any(config.layer_latents):
-            self.layer_latents = nn.ModuleDict(
-                {
-                    str(real): ClassTokens(markers, config.block.d_model, **made)
-                    for real, markers in enumerate(config.layer_latents)
-                    if markers
-                }
-            )
-            named = [(q, str(real)) for q, real in enumerate(self.order) if str(real) in self.layer_latents]
-            self.levels += [(q, f"layer_latents.{name}") for q, name in named]
+        width, per_layer = config.block.d_model, enumerate(config.layer_latents)
+        rows = {str(real): ClassTokens(markers, width, **made) for real, markers in per_layer if markers}
+        if rows:
+            self.layer_latents = nn.ModuleDict(rows)
+            self.levels += [(q, f"layer_latents.{real}") for q, real in enumerate(self.order) if str(real) in rows]
 
     @property
     def d_model(self) -> int:
@@ -167,14 +164,13 @@ class Stack(nn.Module):
 
     def step(self, x_bd: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
         """One token. With a cursor also the rows around it; the output is that of the last of them."""
-        self.check_token(x_bd)
+        flow = enter_token(self, x_bd)
         if self.levels:
             if isinstance(cache, ClassCache):
                 y_bsd, cache = self.advance(x_bd[:, None], cache)
                 return y_bsd[:, -1], cache
             check_step_without_cursors(*(level for _, level in self.latents()))
-        flow = Flow(self.into_residual(x_bd))
-        flow, after = self.run(flow, self.check_cache(cache), lambda layer, x, entering, _: layer.step(x, entering))
+        flow, after = self.run(flow, cache, lambda layer, x, entering, _: layer.step(x, entering))
         return flow.x, after
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
@@ -182,15 +178,14 @@ class Stack(nn.Module):
         family = family_of(self.config.block)
         if family != "mamba3":
             raise ValueError(f"step_infinite is known for mamba3 blocks only, and this stack's are {family}")
-        self.check_token(x_bd)
-        flow = Flow(self.into_residual(x_bd))
-        flow, _ = self.run(flow, self.check_cache(None), lambda layer, x, *_: (layer.step_infinite(x), None))
+        flow = enter_token(self, x_bd)
+        flow, _ = self.run(flow, None, lambda layer, x, *_: (layer.step_infinite(x), None))
         return flow.x
 
     def prime(self, cache: StackCache) -> tuple[Tensor | None, StackCache]:
         """Let the rows through that the next token would be preceded by. The last output, or None if there are none."""
         if not self.levels:
-            self.check_cache(cache)
+            check_slots(len(self.order), cache)
             return None, cache
         if not isinstance(cache, ClassCache):
             raise ValueError("prime needs a cache with cursors; fresh_cache(batch, length) makes one")
@@ -207,23 +202,20 @@ class Stack(nn.Module):
         prime: bool = False,
     ) -> tuple[Tensor, StackCache]:
         """The next tokens with the rows that belong between them, or only those before the next one."""
-        check_input(cast(Any, self), x_bsd)
-        if mask_bs is not None:
-            check_flags("mask_bs", mask_bs, x_bsd)
+        flow = enter(self, x_bsd, mask_bs)
         has_cursors = isinstance(cache, ClassCache)
         slots, cursors = cache if has_cursors else (cache, fresh_cursors(self.latents(), x_bsd.shape[1]))
         splices, cursors = plan_levels(self.latents(), cursors, x_bsd.shape[1], prime)
-        flow = Flow(self.into_residual(without_absent(x_bsd, mask_bs)), mask_bs)
         between = splices if prime or self.levels else None
-        flow, after = self.run(flow, self.check_cache(slots), self.caller(options or {}), between)
+        flow, after = self.run(flow, slots, caller(self.checkpoint_layers, options or {}), between)
         y_bsd = without_absent(flow.x, flow.mask_bs)
         return y_bsd, ClassCache(after, cursors) if has_cursors else after
 
     def run(
         self,
         flow: Flow,
-        caches: StackCache,
-        call: Callable[[Any, Tensor, Any, Tensor | None], tuple[Tensor, Any]],
+        cache: StackCache | None,
+        call: Call,
         splices: dict[int, list[Splice]] | None = None,
     ) -> tuple[Flow, StackCache]:
         """All layers, each by `call(layer, x, cache, mask)`: the one place for residuals, rows and the horizon."""
@@ -232,7 +224,7 @@ class Stack(nn.Module):
         if cut:
             flow = flow._replace(carry=flow.x - flow.x.detach())
         after = []
-        for q, (real, entering) in enumerate(zip(self.order, caches, strict=True)):
+        for q, (real, entering) in enumerate(zip(self.order, check_slots(len(self.order), cache), strict=True)):
             if cut and q == cut:
                 flow = flow.take_up_carry()
             for piece in inserted.get(q, ()):
@@ -247,18 +239,6 @@ class Stack(nn.Module):
             after.append(detach(leaving) if q < cut else leaving)
         return flow.take_up_carry() if cut == len(self.order) else flow, tuple(after)
 
-    def caller(self, options: dict[str, Any]) -> Callable[[Any, Tensor, Any, Tensor | None], tuple[Tensor, Any]]:
-        """How a layer is called in `forward`."""
-
-        def call(layer: nn.Module, x_bsd: Tensor, cache: Any, mask_bs: Tensor | None) -> tuple[Tensor, Any]:
-            if self.checkpoint_layers and torch.is_grad_enabled():
-                # Nothing in a layer is random.
-                keep = {"use_reentrant": False, "preserve_rng_state": False}
-                return cast(Any, checkpoint(layer, x_bsd, cache, mask_bs=mask_bs, **keep, **options))
-            return layer(x_bsd, cache, mask_bs=mask_bs, **options)
-
-        return call
-
     def cut(self) -> int:
         """How many layers from below run without gradients."""
         if self.grad_horizon is None or not torch.is_grad_enabled():
@@ -267,27 +247,51 @@ class Stack(nn.Module):
             raise ValueError(f"grad_horizon = {self.grad_horizon} has to be 0 or more layers, or None for all")
         return max(0, len(self.order) - self.grad_horizon)
 
-    def into_residual(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return x.to(wide) if self.config.residual_in_fp32 else x
-
     def latents(self) -> list[tuple[int, ClassTokens]]:
         """Before which virtual layer rows enter, and whose, in the order in which tokens pass them."""
         return [(q, cast(ClassTokens, self.get_submodule(name))) for q, name in self.levels]
 
-    def check_token(self, x_bd: Tensor) -> None:
-        check_token(cast(Any, self), x_bd)
-        check_input(cast(Any, self), x_bd[:, None])
 
-    def check_cache(self, cache: StackCache | None) -> StackCache:
-        n = len(self.order)
-        if cache is None:
-            return (None,) * n
-        if hasattr(cache, "_fields"):
-            raise ValueError(f"a stack's cache is a tuple of its layers' caches, got a {type(cache).__name__}")
-        if len(cache) != n:
-            raise ValueError(f"the cache is of {len(cache)} layers, but this stack has {n}")
-        return cache
+def check_slots(n: int, cache: StackCache | None) -> StackCache:
+    """A cache for each of `n` virtual layers."""
+    if cache is None:
+        return (None,) * n
+    if hasattr(cache, "_fields"):
+        raise ValueError(f"a stack's cache is a tuple of its layers' caches, got a {type(cache).__name__}")
+    if len(cache) != n:
+        raise ValueError(f"the cache is of {len(cache)} layers, but this stack has {n}")
+    return cache
+
+
+def enter(stack: Any, x_bsd: Tensor, mask_bs: Tensor | None) -> Flow:
+    check_input(stack, x_bsd)
+    if mask_bs is not None:
+        check_flags("mask_bs", mask_bs, x_bsd)
+    return Flow(into_residual(stack.config, without_absent(x_bsd, mask_bs)), mask_bs)
+
+
+def enter_token(stack: Any, x_bd: Tensor) -> Flow:
+    check_token(stack, x_bd)
+    check_input(stack, x_bd[:, None])
+    return Flow(into_residual(stack.config, x_bd))
+
+
+def into_residual(config: StackConfig, x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide) if config.residual_in_fp32 else x
+
+
+def caller(checkpointed: bool, options: dict[str, Any]) -> Call:
+    """How a layer is called in `forward`."""
+
+    def call(layer: nn.Module, x_bsd: Tensor, cache: Any, mask_bs: Tensor | None) -> tuple[Tensor, Any]:
+        if checkpointed and torch.is_grad_enabled():
+            # Nothing in a layer is random.
+            keep = {"use_reentrant": False, "preserve_rng_state": False}
+            return cast(Any, checkpoint(layer, x_bsd, cache, mask_bs=mask_bs, **keep, **options))
+        return layer(x_bsd, cache, mask_bs=mask_bs, **options)
+
+    return call
 
 
 def without_absent(x_bsd: Tensor, mask_bs: Tensor | None) -> Tensor:

@@ -1,0 +1,152 @@
+"""A stack that reads the sequence both ways: pairs of layers, one straight, one reverse, merged."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mambakit.caches import select
+from mambakit.models.class_tokens import ClassTokens, Cursor, Splice, plan
+from mambakit.models.layer import Layer
+from mambakit.models.multi_gate import Residual
+from mambakit.models.schedules import PairSchedule, StridedCyclic
+from mambakit.models.stack import StackCache, StackConfig, caller, check_slots, enter, without_absent
+from mambakit.ops.ssd_path import SsdPath
+
+MERGES = ("mean", "cat_linear")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BidirectionalConfig(StackConfig):
+    """`virtual` is a schedule for pairs; None uses layers 0 and 1 for the first pair, 2 and 3 for the next."""
+
+    merge: str = "mean"
+    """Both directions' outputs averaged, or joined and projected."""
+
+    def __post_init__(self) -> None:
+        StackConfig.__post_init__(self)
+        if self.merge not in MERGES:
+            raise ValueError(f"merge is {self.merge!r}, expected one of {', '.join(MERGES)}")
+        if self.d_intermediate or self.layer_latents:
+            raise ValueError("a bidirectional stack has no MLPs and no latents per layer")
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The weights of each virtual layer, straight and reverse in turn."""
+        virtual = StridedCyclic(self.n_layer) if self.virtual is None else self.virtual
+        if not isinstance(virtual, PairSchedule):
+            raise ValueError(
+                f"virtual is {virtual!r}, expected Custom((...)), or StridedCyclic, StridedStretched, SymmetricCyclic "
+                "or SymmetricStretched of an even number"
+            )
+        return virtual.pair_order(self.n_layer)
+
+
+class CatLinear(nn.Module):
+    """One projection of `[straight | reverse]`."""
+
+    def __init__(self, width: int, **made: Any):
+        super().__init__()
+        self.linear = nn.Linear(2 * width, width, **made)
+
+    @property
+    def independent_maps(self) -> dict[str, dict[str, int]]:
+        return {"linear": {"y": self.linear.out_features}}
+
+    def forward(self, straight_bsd: Tensor, reverse_bsd: Tensor) -> Tensor:
+        return self.linear(torch.cat([straight_bsd, reverse_bsd], -1))
+
+
+class BidirectionalStack(nn.Module):
+    """Layers that see the whole sequence. There is no `step`: the reverse direction starts at the end."""
+
+    def __init__(
+        self, config: BidirectionalConfig, *, checkpoint_layers: bool = False, device: Any = None, dtype: Any = None
+    ):
+        super().__init__()
+        self.config = config
+        self.order = config.order
+        self.checkpoint_layers = checkpoint_layers
+        made = {"device": device, "dtype": dtype}
+        options = {"rms_norm": config.rms_norm, "norm_eps": config.norm_eps}
+        self.layers = nn.ModuleList(Layer(config.block, **options, **made) for _ in range(config.n_layer))
+        # What a pair has of its own goes by the weights of its straight direction.
+        self.pairs = [straight // 2 for straight in self.order[::2]]
+        count = -(-config.n_layer // 2)
+        self.residual = Residual(config, self.pairs, count, **made)
+        self.merges = None
+        if config.merge == "cat_linear":
+            self.merges = nn.ModuleList(CatLinear(config.block.d_model, **made) for _ in range(count))
+        self.stack_latents = None
+        if config.stack_latents:
+            self.stack_latents = ClassTokens(config.stack_latents, config.block.d_model, **made)
+
+    @property
+    def d_model(self) -> int:
+        return self.config.block.d_model
+
+    def fresh_cache(self, batch: int) -> StackCache:
+        """Two slots per pair: what the straight direction starts from, and the reverse one, at the end."""
+        return tuple(cast(Layer, self.layers[real]).fresh_cache(batch) for real in self.order)
+
+    def forward(
+        self,
+        x_bsd: Tensor,
+        cache: StackCache | None = None,
+        *,
+        path: SsdPath | None = None,
+        mask_bs: Tensor | None = None,
+        reset_bs: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, StackCache]:
+        """The residual stream after the last pair, and what each direction leaves at its end.
+
+        `reset_bs` and `cu_seqlens` part sequences for both directions; a reset at the first token concerns only what
+        the straight direction starts from. Class latents have outputs of their own.
+        """
+        flow, caches = enter(self, x_bsd, mask_bs), check_slots(len(self.order), cache)
+        if self.stack_latents is not None:
+            if reset_bs is not None or cu_seqlens is not None:
+                raise ValueError("class latents know one sequence per row: give each sequence a row of its own")
+            places, _ = plan(self.config.stack_latents, Cursor(0, x_bsd.shape[1]), x_bsd.shape[1])
+            flow = flow.insert(Splice(self.stack_latents.weight, tuple(places)))
+        mask_bs = flow.mask_bs
+        straight = caller(self.checkpoint_layers, {"path": path, "reset_bs": reset_bs, "cu_seqlens": cu_seqlens})
+        reverse = caller(
+            self.checkpoint_layers,
+            {"path": path, "reset_bs": reverse_resets(reset_bs), "cu_seqlens": reverse_bounds(cu_seqlens)},
+        )
+        flipped_bs = None if mask_bs is None else mask_bs.flip(1)
+        x_bsd, streams = flow.x, self.residual.seed(flow.x)
+        after: list[Any] = []
+        for o, pair in enumerate(self.pairs):
+            ahead, back = (self.layers[real] for real in self.order[2 * o : 2 * o + 2])
+            # Packed rows come in reverse order as well, and so do their caches.
+            entering = caches[2 * o + 1] if cu_seqlens is None else reverse_rows(caches[2 * o + 1])
+            ahead_bsd, ahead_leaving = straight(ahead, x_bsd, caches[2 * o], mask_bs)
+            back_bsd, back_leaving = reverse(back, x_bsd.flip(1), entering, flipped_bs)
+            delta_bsd = self.merge(pair, ahead_bsd, back_bsd.flip(1))
+            x_bsd, streams = self.residual.join(o, x_bsd, streams, delta_bsd)
+            after += [ahead_leaving, back_leaving if cu_seqlens is None else reverse_rows(back_leaving)]
+        return without_absent(x_bsd, mask_bs), tuple(after)
+
+    def merge(self, pair: int, straight_bsd: Tensor, reverse_bsd: Tensor) -> Tensor:
+        if self.merges is None:
+            return (straight_bsd + reverse_bsd) / 2
+        return self.merges[pair](straight_bsd, reverse_bsd)
+
+
+def reverse_resets(reset_bs: Tensor | None) -> Tensor | None:
+    """A boundary before token `t` lies, the other way round, before token `t - 1`."""
+    if reset_bs is None or reset_bs.shape[1] == 0:
+        return reset_bs
+    return torch.cat([reset_bs[:, 1:], torch.zeros_like(reset_bs[:, :1])], 1).flip(1)
+
+
+def reverse_bounds(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens[-1] - cu_seqlens.flip(0)
+
+
+def reverse_rows(cache: Any) -> Any:
+    return None if cache is None else select(cache, list(range(len(cache[0]) - 1, -1, -1)))
