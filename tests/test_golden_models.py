@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+
 from compare import GOLDEN, error, load_golden
 from mambakit.checkpoints import load_model
 from mambakit.models.layer import normed

@@ -109,7 +109,9 @@ def _read_parts(index: Path) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
+    ):
         raise ValueError(f"{path} holds no plain mapping of names to tensors")
     odd = [
         f"{name} ({tensor.dtype}, {tensor.layout}, {tensor.device})"
@@ -130,11 +132,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_bin(path: Path) -> Any:
-    try:
+    with open(path, "rb") as file:
         # Files from before torch 1.6 are no zip archives and cannot be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except OSError:
-        raise
+        can_be_mapped = zipfile.is_zipfile(file)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
     except Exception as error:  # damaged pickles raise almost anything
         raise ValueError(
             f"{path} was refused: it is cut short, or holds more than tensors, which might run code. None of it was run"

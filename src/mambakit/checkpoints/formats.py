@@ -107,7 +107,8 @@ def with_choices(
     if isinstance(block, Mamba3Config) and name == "official" and a_activation is None:
         _warn(
             f'official Mamba-3 checkpoints do not say how A is activated; assuming "{block.a_activation}". '
-            'Pass "softplus" for weights made before the official change of June 2026, "heavy_tail" for later ones'
+            'Pass a_activation="softplus" for weights made before the official change of June 2026, '
+            'a_activation="heavy_tail" for later ones'
         )
     if isinstance(block, Mamba2Config) and name == "transformers" and block.ngroups > 1 and norm_group_size is None:
         _warn(

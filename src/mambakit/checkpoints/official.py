@@ -1,5 +1,6 @@
 """The config of the official package, as its `save_pretrained` writes it. The weights are named as in our models."""
 
+from dataclasses import fields
 from typing import Any
 
 from mambakit.checkpoints.fields import Lint, renamed, same
@@ -72,12 +73,12 @@ def read(values: dict[str, Any]) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     """As the official package writes it, and of the block only what is not at its default."""
     family = family_of(config.block)
-    defaults = FAMILIES[family][0](d_model=config.block.d_model)
+    defaults = {field.name: field.default for field in fields(config.block)}
     block = {name: getattr(config.block, ours) for name, ours in BLOCK[family].items()}
     if family == "mamba2":
         # The official block takes no other; a fraction does not come back and is refused.
         block["expand"] = int(config.block.expand)
-    changed = {name: value for name, value in block.items() if value != getattr(defaults, BLOCK[family][name])}
+    changed = {name: value for name, value in block.items() if value != defaults[BLOCK[family][name]]}
     return {
         "d_model": config.block.d_model,
         **{name: getattr(config, ours) for name, ours in MODEL.items()},

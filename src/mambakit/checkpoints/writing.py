@@ -38,7 +38,7 @@ def replacing(directory: Path, is_checkpoint: Callable[[Path], bool]) -> Iterato
     try:
         yield fresh
         if directory.exists():
-            shutil.copytree(directory, fresh, ignore=_ours, copy_function=_link, symlinks=True, dirs_exist_ok=True)
+            _keep_others(directory, fresh)
         _sync(fresh)
         _swap(fresh, directory)
     except BaseException:
@@ -110,8 +110,11 @@ def _swap(fresh: Path, directory: Path) -> None:
     _sync(directory.parent)
 
 
-def _ours(_: str, names: list[str]) -> list[str]:
-    return [name for name in names if OURS.fullmatch(name)]
+def _keep_others(old: Path, fresh: Path) -> None:
+    def ours(where: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(where) == old and OURS.fullmatch(name)]
+
+    shutil.copytree(old, fresh, ignore=ours, copy_function=_link, symlinks=True, dirs_exist_ok=True)
 
 
 def _link(source: str, target: str) -> None:
