@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from compare import GOLDEN, error, load_golden
-from mambakit.checkpoints import load_model
+from mambakit.checkpoints import load_model, save_model
 from mambakit.models.layer import normed
 
 FLOOR = 1e-6
@@ -113,3 +114,34 @@ def test_old_configs_take_the_official_defaults(case, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes((GOLDEN / case["weights"]).read_bytes())
     activation = {"a_activation": case["A_activation"]} if "A_activation" in case else {}
     assert load_model(tmp_path, **activation).config == load(case).config
+
+
+@pytest.mark.golden("lm_official")
+def test_saving_gives_back_the_official_files(case, tmp_path):
+    if is_hybrid(case):
+        pytest.skip("refused; see the test of that")
+    save_model(load(case), tmp_path, format="official")
+    config = json.loads((tmp_path / "config.json").read_text())
+    want = dict(case["model_config"])
+    # Speed only, or the default spelled out.
+    want["ssm_cfg"] = {"layer": "Mamba1", **{n: v for n, v in want["ssm_cfg"].items() if n != "chunk_size"}}
+    if want["ssm_cfg"].get("mimo_rank") == 4:
+        del want["ssm_cfg"]["mimo_rank"]
+    assert config == {**want, "fused_add_norm": True}
+    stored = torch.load(GOLDEN / case["weights"], weights_only=True)
+    got = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert got.keys() == stored.keys()
+    assert all(torch.equal(got[name], stored[name]) and got[name].dtype == stored[name].dtype for name in stored)
+
+
+@pytest.mark.golden("lm_hf")
+def test_saving_gives_back_the_files_of_transformers(case, tmp_path):
+    save_model(load(case), tmp_path, format="transformers")
+    config = json.loads((tmp_path / "config.json").read_text())
+    want = case["model_config"]
+    limit = config.pop("time_step_limit", want.get("time_step_limit"))
+    assert limit == want.get("time_step_limit")
+    assert config == {name: want[name] for name in config}
+    stored, got = load_file(GOLDEN / case["weights"]), load_file(tmp_path / "model.safetensors")
+    assert got.keys() == stored.keys()
+    assert all(torch.equal(got[name], stored[name]) for name in stored)
