@@ -4,6 +4,7 @@ from mambakit import caches
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
+from mambakit.checkpoints import load_model, save_model
 from mambakit.generation import generate, stream
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.layer import Layer
@@ -48,8 +49,10 @@ __all__ = [
     "caches",
     "causal_conv",
     "generate",
+    "load_model",
     "quantize",
     "run_in_segments",
+    "save_model",
     "selective_scan",
     "ssd",
     "stream",
