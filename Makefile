@@ -16,7 +16,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 .PHONY: demo test check lint format bench clean
 
 test: .venv/.ok
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --maxprocesses 8
 
 demo: .venv/.ok
 	$(PY) -m benchmarks.ssd --demo

@@ -70,7 +70,9 @@ def ssd(
         if size.s == 1:
             v, b, c, da, w_now, w_later = (tensor[:, 0].to(dtype) for tensor in sequence)
             return one_token(v, b, c, da, w_now, w_later, state_bhpr, v_bsmhp.dtype)
-        chunk_len = min(path.chunk_len_or_optimal(size.r, size.p), size.s)
+        # The pairs of a chunk number (l m)^2: with several ranks, chunks as much shorter take half the time.
+        optimal = max(SsdPath.optimal_chunk_len(size.r, size.p) // size.m, 16)
+        chunk_len = min(path.chunk_len or optimal, size.s)
         if path.algorithm == "serial_recalculated":
             return ssd_recalculated(*sequence, state_bhpr, segments_bs, chunk_len)
         v, b, c, da, w_now, w_later = (tensor.to(dtype) for tensor in sequence)
