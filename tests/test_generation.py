@@ -10,7 +10,7 @@ from blocks import CONFIGS
 from mambakit import LanguageModel, ModelConfig
 from mambakit.generation import generate, stream
 from mambakit.prefix_cache import PrefixCache
-from mambakit.sampling import Sampler, draw, row_seeds, uniform
+from mambakit.sampling import Sampler, draw, penalise, row_seeds, uniform
 
 FAMILIES = ("mamba1", "mamba2", "mamba3", "mamba2-learned", "mamba3-quaternion")
 VOCABULARY = 50
@@ -276,6 +276,11 @@ def test_repetition_penalty_against_a_loop():
     got = generate(model, prompt, max_new_tokens=15, temperature=0, repetition_penalty=1.8)
     assert got[0].tolist() == ids[6:]
     assert got[0].tolist() != generate(model, prompt, max_new_tokens=15, temperature=0)[0].tolist()
+
+
+def test_repetition_penalty_on_both_sides_of_zero():
+    logits, seen = torch.tensor([[2.0, -2.0, 2.0, -2.0]]), torch.tensor([[True, True, False, False]])
+    assert penalise(logits, seen, 2.0).tolist() == [[1.0, -4.0, 2.0, -2.0]]
 
 
 def chi_square(chosen: Tensor, probability: Tensor) -> float:
