@@ -6,8 +6,20 @@ from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
 from mambakit.checkpoints import load_model, save_model
 from mambakit.generation import generate, stream
+from mambakit.models.bidirectional import BidirectionalConfig, BidirectionalStack
 from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.models.latent_model import LatentConfig, LatentModel
 from mambakit.models.layer import Layer
+from mambakit.models.multi_gate import MultiGate, MultiGateConfig, depth_aware_bias
+from mambakit.models.schedules import (
+    Custom,
+    Cyclic,
+    Stretched,
+    StridedCyclic,
+    StridedStretched,
+    SymmetricCyclic,
+    SymmetricStretched,
+)
 from mambakit.models.stack import Stack, StackConfig
 from mambakit.ops.causal_conv import causal_conv
 from mambakit.ops.selective_scan import selective_scan
@@ -25,7 +37,13 @@ Mamba3SsdPath = SsdPath
 __version__ = "0.1.0"
 
 __all__ = [
+    "BidirectionalConfig",
+    "BidirectionalStack",
+    "Custom",
+    "Cyclic",
     "LanguageModel",
+    "LatentConfig",
+    "LatentModel",
     "Layer",
     "Mamba1",
     "Mamba1Cache",
@@ -42,12 +60,20 @@ __all__ = [
     "Mamba3SingleSsdInput",
     "Mamba3SsdPath",
     "ModelConfig",
+    "MultiGate",
+    "MultiGateConfig",
     "PrefixCache",
     "SsdPath",
     "Stack",
     "StackConfig",
+    "Stretched",
+    "StridedCyclic",
+    "StridedStretched",
+    "SymmetricCyclic",
+    "SymmetricStretched",
     "caches",
     "causal_conv",
+    "depth_aware_bias",
     "generate",
     "load_model",
     "quantize",
