@@ -17,6 +17,8 @@ from compare import error
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig
 from mambakit.checkpoints import load_model, save_model
 from mambakit.checkpoints import writing as checkpoint_writing
+from mambakit.models.multi_gate import MultiGateConfig
+from mambakit.models.schedules import Cyclic
 
 WIDTH = {"d_model": 16, "state_rank": 8}
 HEADS = {**WIDTH, "per_head_dim": 8}
@@ -31,6 +33,12 @@ BLOCKS = {
 OURS_ALONE = {
     "mamba2-states": Mamba2Config(**HEADS, learnable_init_states=True),
     "mamba3-quaternion": Mamba3Config(**HEADS, rotation="quaternion", a_activation="softplus", dt_limit=(0.0, 9.0)),
+}
+STACK_OPTIONS = {
+    "virtual": Cyclic(5),
+    "ignore_first_residual": True,
+    "multi_gate": MultiGateConfig(n_streams=2),
+    "stack_latents": ("start",),
 }
 OFFICIAL = [name for name in BLOCKS if name != "mamba2-options"]
 TRANSFORMERS = [name for name in BLOCKS if not name.startswith("mamba3")]
@@ -95,6 +103,18 @@ class TestRoundTrips:
         loaded = load_model(tmp_path / "model")
         assert loaded.config == model.config
         assert_same(loaded, model)
+
+    def test_ours_keeps_what_only_our_stacks_have(self, tmp_path):
+        model = make(BLOCKS["mamba2"], **STACK_OPTIONS)
+        save_model(model, tmp_path / "model")
+        loaded = load_model(tmp_path / "model")
+        assert loaded.config == model.config
+        assert_same(loaded, model)
+        for format in ("official", "transformers"):
+            with pytest.raises(
+                ValueError, match=r"virtual = .*ignore_first_residual = True, multi_gate = .*stack_latents"
+            ):
+                save_model(model, tmp_path / format, format=format)
 
     @pytest.mark.filterwarnings(ACTIVATION_WARNING)
     @pytest.mark.parametrize("name", OFFICIAL)
