@@ -117,7 +117,7 @@ GATE = MultiGateConfig(n_streams=3, init_bias=-0.5)
 BASE = LatentConfig(block=CONFIGS["mamba2"], n_layer=2, d_input=3, d_output=4, class_tokens=("middle", "start", 3))
 MODELS: dict[str, tuple[dict, int | None]] = {
     "tokens": ({}, None),
-    "stack": ({"class_tokens": (), "stack_latents": ("end", 1, "start"), "block": CONFIGS["mamba3"]}, None),
+    "stack": ({"class_tokens": (), "stack_latents": ("end", 1, "start"), "block": CONFIGS["mamba3-quaternion"]}, None),
     "layers": ({"class_tokens": (), "virtual": Cyclic(3), "layer_latents": (("start", "end"), (2,))}, None),
     "all": (
         {
