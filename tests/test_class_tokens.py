@@ -337,6 +337,29 @@ def test_an_unknown_length_is_enough_for_start_and_numbers():
     check(1e-12, {"y": torch.cat([first, second, last[:, None]], 1)}, {"y": whole})
 
 
+def test_caches_below_the_horizon_carry_no_gradients():
+    """Not even those that no row has reached yet."""
+    config = StackConfig(block=CONFIGS["mamba2"], n_layer=2, layer_latents=((), ("start",)))
+    stack = Stack(config, grad_horizon=1, dtype=torch.float64)
+    cache = stack.fresh_cache(2)
+    for tensor in tensors_of(cache):
+        tensor.requires_grad_()
+    assert isinstance(cache, ClassCache)
+    y, after = stack.prime(cache)
+    assert isinstance(after, ClassCache)
+    assert y is not None
+    assert not any(t.requires_grad for t in tensors_of(after.inner[0]))
+    assert all(t.requires_grad for t in tensors_of(after.inner[1]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled():
+    stack = make_model("horizon").stack
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    compiled = torch.compile(stack, backend="aot_eager", fullgraph=True)
+    check(1e-12, {"y": compiled(x)[0]}, {"y": stack(x)[0]})
+
+
 def test_caches_with_cursors_are_values(tmp_path):
     model, x = make_model("all"), inputs()
     with torch.no_grad():

@@ -20,7 +20,7 @@ from oracles import composition
 
 GATE = MultiGateConfig(n_streams=2, init_bias=-0.5, init_bias_step=0.3)
 STACKS: dict[str, tuple[StackConfig, int | None]] = {
-    "mamba1": (StackConfig(block=CONFIGS["mamba1"], n_layer=2, rms_norm=False), None),
+    "mamba1": (StackConfig(block=CONFIGS["mamba1"], n_layer=2, rms_norm=False, d_intermediate=9), None),
     "mlp": (StackConfig(block=CONFIGS["mamba2"], n_layer=2, d_intermediate=9), None),
     "cyclic": (StackConfig(block=CONFIGS["mamba3"], n_layer=2, virtual=Cyclic(5), d_intermediate=9), None),
     "stretched": (StackConfig(block=CONFIGS["mamba2"], n_layer=2, virtual=Stretched(3)), 1),
@@ -38,6 +38,7 @@ STACKS: dict[str, tuple[StackConfig, int | None]] = {
             block=CONFIGS["mamba2"],
             n_layer=2,
             virtual=Stretched(4),
+            ignore_first_residual=True,
             ignore_last_residual=True,
             multi_gate=MultiGateConfig(n_streams=2, per_virtual_layer=True),
         ),

@@ -117,7 +117,8 @@ def plan(markers: Sequence[Marker], cursor: Cursor, q: int, prime: bool = False)
     consumed = start - sum(place < start for place, _ in places) + q
     if full_len is not None and consumed > full_len:
         raise ValueError(f"the sequence was said to have {full_len} tokens here, but {consumed} have come")
-    at, out, index = 0, start, list[int]()
+    index: list[int] = []
+    at, out = 0, start
     for place, i in places:
         if place < start:
             continue
