@@ -480,6 +480,12 @@ def test_bad_caches():
             PrefixCache(**{name: 0})
 
 
+def test_latents_are_refused():
+    config = ModelConfig(block=CONFIGS["mamba2"], n_layer=2, vocab_size=VOCABULARY, stack_latents=("start",))
+    with pytest.raises(ValueError, match="generation is for models without latents"):
+        generate(LanguageModel(config), [1, 2], max_new_tokens=1)
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_broken_weights_are_named(temperature):
     model = make_model()

@@ -92,6 +92,8 @@ class Stream(Iterator[Tensor]):
     ):
         check_count("max_new_tokens", max_new_tokens, least=0)
         check_count("prefill_chunk", prefill_chunk, least=1)
+        if model.backbone.levels:
+            raise ValueError("generation is for models without latents: rows of all lengths would share their places")
         if type(pad_id) is not int:
             raise ValueError(f"pad_id is {pad_id!r}, expected a token id")
         self._sampler = Sampler(
