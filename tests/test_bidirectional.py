@@ -96,6 +96,12 @@ def test_both_directions_by_hand(name):
     check(1e-10, results(stack, lambda stack, x: stack(x)[0], x), want)
 
 
+def test_a_merge_and_a_gate_per_pair():
+    stack = make_stack("odd", multi_gate=MultiGateConfig(n_streams=2))
+    assert stack.merges is not None
+    assert len(stack.merges) == len(stack.residual.gates) == 2
+
+
 def test_every_output_sees_every_token():
     stack = make_stack("plain")
     x = tokens(stack, 1, 5).requires_grad_()

@@ -389,8 +389,20 @@ def test_what_class_rows_refuse():
     assert isinstance(stack_cache, ClassCache)
     with pytest.raises(ValueError, match="levels of class latents"):
         model.stack(model.in_proj(x), stack_cache._replace(cursors=stack_cache.cursors[:2]))
+    with pytest.raises(ValueError, match="expected one"):
+        model(x, stack_cache)
     with pytest.raises(ValueError, match="ClassCache"):
         Stack(StackConfig(block=CONFIGS["mamba2"], n_layer=2)).step(torch.zeros(2, 8), stack_cache)
+
+
+def test_no_tokens():
+    """Rows that precede a token never come; with or without cursors, a sequence of none is the same."""
+    model, x = make_model("all"), inputs()
+    y, _ = model(x[:, :0], model.fresh_cache(2, 0))
+    check(1e-14, {"y": y}, {"y": model(x[:, :0])[0]})
+    y, cache = model(x[:, :0], model.fresh_cache(2, LENGTH))
+    assert y.shape[1] == 0
+    check(1e-10, {"y": model(x, cache)[0]}, {"y": model(x)[0]})
 
 
 def test_initial_rows_are_small():

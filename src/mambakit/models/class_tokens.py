@@ -61,9 +61,7 @@ def needs_length(markers: Sequence[Marker]) -> bool:
 
 def length_after(markers: Sequence[Marker], full_len: int | None) -> int | None:
     """The length of the whole sequence with this level's rows; a number beyond the end never gets its place."""
-    if full_len is None:
-        return None
-    return full_len + sum(isinstance(marker, str) or marker < full_len for marker in markers)
+    return None if full_len is None else len(plan(markers, Cursor(0, full_len), full_len)[0])
 
 
 def fresh_cursors(levels: Sequence[tuple[int, ClassTokens]], full_len: int | None) -> tuple[Cursor, ...]:

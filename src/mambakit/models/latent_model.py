@@ -130,7 +130,10 @@ class LatentModel(nn.Module):
             x_bsd, cache = self.stack.advance(self.in_proj(x_bsI), cache, mask_bs, options, prime)
             return self.out(x_bsd), cache
         has_cursor = isinstance(cache, ClassCache)
-        inner, (cursor,) = cache if has_cursor else (cache, (Cursor(0, x_bsI.shape[1]),))
+        inner, cursors = cache if has_cursor else (cache, (Cursor(0, x_bsI.shape[1]),))
+        if len(cursors) != 1:
+            raise ValueError(f"the cache has {len(cursors)} cursors, expected one; the model's fresh_cache makes it")
+        cursor = cursors[0]
         places, cursor = plan(self.class_tokens.markers, cursor, x_bsI.shape[1], prime)
         x_bsI, mask_bs = splice(x_bsI, self.class_tokens.weight, places), splice_flags(mask_bs, places)
         x_bsd, inner = self.stack.advance(self.in_proj(x_bsI), inner, mask_bs, options, prime)

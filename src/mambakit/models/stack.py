@@ -44,7 +44,7 @@ class StackConfig(Config):
     """RMSNorm before blocks, or LayerNorm."""
     norm_eps: float = 1e-5
     residual_in_fp32: bool = True
-    virtual: Any = None
+    virtual: schedules.Schedule | schedules.PairSchedule | None = None
     """A schedule of virtual layers over the `n_layer` sets of weights; None is each once."""
     ignore_first_residual: bool = False
     """The first layer's output goes on without the stack's input."""
