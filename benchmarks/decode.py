@@ -1,0 +1,250 @@
+"""Decoding and prefill of a 130M Mamba-2 model, beside transformers and beside the time it takes to read the weights.
+
+python -m benchmarks.decode                   1 and 2 threads, with the peer (about five minutes)
+python -m benchmarks.decode --quick           1 thread, few rounds
+python -m benchmarks.decode --quantization    the loss of small models on Python's own source, before and after
+
+"x read" is relative to reading the weights once at the bandwidth of a large sum, "x matvecs" to torch's products of all
+float32 projections with one token: the rest is ours. The peer gets our weights and its logits are compared. It needs
+the `bench` extra; without it, only ours is measured.
+"""
+
+import argparse
+import importlib.util
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.measure import interleaved, median, peak_bytes, progress, table, write_json
+from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig, quantize, stream
+from mambakit.quantization import quantization_report, weight_bytes
+
+PROMPT = 2048
+BATCHES = (1, 8)
+CONFIG = ModelConfig(block=Mamba2Config(d_model=768), n_layer=24, vocab_size=50_288)
+SMALL = {
+    "Mamba-1": Mamba1Config(d_model=128),
+    "Mamba-2": Mamba2Config(d_model=128, state_rank=32, per_head_dim=32),
+    "Mamba-3": Mamba3Config(d_model=128, state_rank=32, per_head_dim=32),
+}
+
+
+def bytes_per_token(model: LanguageModel) -> int:
+    """Of the weights that a step reads: of an embedding that is not also the head, that is one row."""
+    tied = isinstance(model.lm_head, nn.Linear) and model.lm_head.weight is model.backbone.embedding.weight
+    return weight_bytes(model) - (0 if tied else model.backbone.embedding.weight.nbytes)
+
+
+def our_step(model: LanguageModel, batch: int) -> Callable[[], Any]:
+    run = stream(model, torch.ones(batch, 8, dtype=torch.int64), max_new_tokens=1 << 30, temperature=0)
+    return lambda: next(run)
+
+
+def our_prefill(model: LanguageModel, ids: Tensor) -> Callable[[], Any]:
+    return lambda: stream(model, ids, max_new_tokens=0)
+
+
+def matvecs(model: LanguageModel) -> Callable[[], Any]:
+    """Every projection on one token and nothing else: what torch's own products leave for the rest."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    inputs = {linear.in_features: torch.randn(1, linear.in_features) for linear in linears}
+
+    def run() -> None:
+        with torch.no_grad():
+            for linear in linears:
+                linear(inputs[linear.in_features])
+
+    return run
+
+
+def make_peer(model: LanguageModel) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    block = model.config.block
+    assert isinstance(block, Mamba2Config)
+    settings = transformers.Mamba2Config(
+        vocab_size=model.config.padded_vocab_size,
+        hidden_size=block.d_model,
+        num_hidden_layers=model.config.n_layer,
+        state_size=block.state_rank,
+        head_dim=block.per_head_dim,
+        num_heads=block.nheads,
+        n_groups=block.ngroups,
+        tie_word_embeddings=True,
+    )
+    peer = transformers.Mamba2ForCausalLM(settings).eval()
+    weights = {key.replace("backbone.embedding.", "backbone.embeddings."): t for key, t in model.state_dict().items()}
+    peer.load_state_dict(weights)
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        want, got = model(ids)[0], peer(ids).logits[..., : model.config.vocab_size]
+    difference = float((got - want).abs().max() / want.abs().max())
+    assert difference < 1e-3, f"transformers computes another model: {difference}"
+    return peer
+
+
+def peer_step(peer: Any, batch: int) -> Callable[[], Any]:
+    with torch.no_grad():
+        cache = peer(torch.ones(batch, 8, dtype=torch.int64), use_cache=True).cache_params
+    latest = [torch.ones(batch, 1, dtype=torch.int64)]
+
+    def step() -> None:
+        with torch.no_grad():
+            latest[0] = peer(latest[0], cache_params=cache, use_cache=True).logits[:, -1:].argmax(-1)
+
+    return step
+
+
+def peer_prefill(peer: Any, ids: Tensor) -> Callable[[], Any]:
+    def prefill() -> None:
+        with torch.no_grad():
+            peer(ids, use_cache=True, logits_to_keep=1)
+
+    return prefill
+
+
+def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list[dict[str, Any]]:
+    """Seconds of everything at this number of threads, the reading of memory measured in the same rounds."""
+    torch.set_num_threads(threads)
+    memory = torch.ones(160_000_000)
+    steps: dict[Any, Callable[[], Any]] = {("read", "640 MB", 0): memory.sum, ("matvecs", "torch", 1): matvecs(model)}
+    models = {"mambakit": model, "mambakit int8": quantize(model, 8), "mambakit int4": quantize(model, 4)}
+    for batch in BATCHES:
+        steps |= {("decode", name, batch): our_step(one, batch) for name, one in models.items()}
+        if peer is not None:
+            steps["decode", "transformers", batch] = peer_step(peer, batch)
+    ids = torch.randint(CONFIG.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    prefills: dict[Any, Callable[[], Any]] = {("prefill", "mambakit", 1): our_prefill(model, ids)}
+    if peer is not None:
+        prefills["prefill", "transformers", 1] = peer_prefill(peer, ids)
+    times = {**interleaved(steps, repeats), **interleaved(prefills, 2)}
+    bandwidth = memory.nbytes / median(times.pop(("read", "640 MB", 0)))
+    peaks = {key: peak_bytes(task) for key, task in prefills.items()}
+    return [
+        {
+            "threads": threads,
+            "what": what,
+            "library": library,
+            "batch": batch,
+            "ms": 1e3 * median(seconds),
+            "times": len(seconds),
+            "bandwidth_gb_s": bandwidth / 1e9,
+            "floor_ms": 1e3 * bytes_per_token(models.get(library, model)) / bandwidth,
+            "peak_bytes": peaks.get((what, library, batch)),
+        }
+        for (what, library, batch), seconds in times.items()
+    ]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    matvecs = {row["threads"]: row["ms"] for row in rows if row["what"] == "matvecs"}
+    lines = []
+    for row in rows:
+        line = [str(row["threads"]), row["what"], row["library"], str(row["batch"]), f"{row['ms']:.1f}"]
+        if row["what"] == "prefill":
+            line += [f"{1e3 * PROMPT / row['ms']:.0f}", "", "", f"{row['peak_bytes'] / 1e6:.0f}"]
+        else:
+            floors = [f"{row['ms'] / row['floor_ms']:.2f}", f"{row['ms'] / matvecs[row['threads']]:.2f}"]
+            line += [f"{1e3 * row['batch'] / row['ms']:.1f}", *floors, ""]
+        lines.append(line)
+    print(table(["threads", "what", "library", "batch", "ms", "tokens/s", "x read", "x matvecs", "peak MB"], lines))
+    for threads, ms in matvecs.items():
+        row = next(row for row in rows if row["threads"] == threads and row["library"] == "mambakit")
+        print(
+            f"{threads} threads: memory is read at {row['bandwidth_gb_s']:.1f} GB/s, the float32 weights in "
+            f"{row['floor_ms']:.1f} ms; torch's products of all projections take {ms:.1f} ms"
+        )
+
+
+def library_text() -> tuple[Tensor, Tensor]:
+    """Bytes of Python's standard library to learn from, and of other modules of it to be tested on."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    held = [file for place, file in enumerate(files) if place % 10 == 0]
+    learned = [file for file in files if file not in held]
+    text, test = (
+        torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in part)), dtype=torch.uint8)
+        for part in (learned, held)
+    )
+    return text, test[: 64 * 512].view(64, 512).long()
+
+
+def train(model: LanguageModel, text: Tensor, seconds: float) -> int:
+    """A few seconds of next-byte prediction; the number of steps."""
+    optimizer, steps, end = torch.optim.AdamW(model.parameters(), lr=2e-3), 0, time.monotonic() + seconds
+    make = torch.Generator().manual_seed(0)
+    while time.monotonic() < end:
+        starts = torch.randint(len(text) - 257, (8,), generator=make)
+        ids = torch.stack([text[start : start + 257] for start in starts.tolist()]).long()
+        loss = F.cross_entropy(model(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        steps += 1
+        progress(f"step {steps}: {loss.item() / 0.6931:.2f} bits per byte")
+    progress("")
+    return steps
+
+
+def compare_losses(seconds: float) -> list[dict[str, Any]]:
+    text, held = library_text()
+    rows = []
+    for family, block in SMALL.items():
+        torch.manual_seed(0)
+        model = LanguageModel(ModelConfig(block=block, n_layer=4, vocab_size=256))
+        steps = train(model, text, seconds)
+        for bits in (8, 4):
+            report = quantization_report(model, quantize(model, bits), held)
+            rows.append({"family": family, "bits": bits, "steps": steps, **report})
+    return rows
+
+
+def show_losses(rows: list[dict[str, Any]]) -> None:
+    lines = [
+        [
+            row["family"],
+            str(row["bits"]),
+            f"{row['bits_per_token']:.4f}",
+            f"{row['bits_per_token_quantized']:.4f}",
+            f"{row['change']:+.4f}",
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['bytes_quantized'] / 1e6:.2f}",
+        ]
+        for row in rows
+    ]
+    print(table(["family", "bits", "bits/byte float32", "quantized", "change", "MB float32", "MB quantized"], lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one thread, three rounds")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure at")
+    parser.add_argument("--repeats", type=int, default=9, help="interleaved rounds (median)")
+    parser.add_argument("--quantization", action="store_true", help="losses instead of times")
+    parser.add_argument("--seconds", type=float, default=30, help="training time of each model of --quantization")
+    arguments = parser.parse_args()
+    if arguments.quantization:
+        torch.set_num_threads(arguments.threads[0])
+        rows = compare_losses(arguments.seconds)
+        show_losses(rows)
+        print(f"\nwritten to {write_json('quantization', {'rows': rows}).name}")
+        return
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIG)
+    peer = make_peer(model) if importlib.util.find_spec("transformers") else None
+    threads, repeats = ([1], 3) if arguments.quick else (arguments.threads, arguments.repeats)
+    rows = [row for count in threads for row in measure(count, repeats, model, peer)]
+    print(f"\nfloat32 Mamba-2, {weight_bytes(model) / 1e6:.0f} MB of weights; prefill of {PROMPT} tokens\n")
+    show(rows)
+    print(f"\nwritten to {write_json('decode', {'config': CONFIG.to_dict(), 'rows': rows}).name}")
+
+
+if __name__ == "__main__":
+    main()
