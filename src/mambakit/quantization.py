@@ -190,7 +190,7 @@ def projections_of(model: nn.Module) -> dict[str, nn.Linear]:
         raise ValueError(f"the model has none of the projections {', '.join(PROJECTIONS)}")
     if any(isinstance(module, QuantizedLinear) for module in found.values()):
         raise ValueError("the model is quantized already; quantize the one it was made from")
-    wrapped = [name for name, module in found.items() if type(module) is not nn.Linear]
+    wrapped = [name for name, module in found.items() if type(module) not in (nn.Linear, Linear)]
     if wrapped:
         raise ValueError(f"not nn.Linear: {', '.join(wrapped)}; merge adapters into the weights first")
     broken = [name for name, module in found.items() if not module.weight.isfinite().all()]

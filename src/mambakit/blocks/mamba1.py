@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_positive
-from mambakit.blocks.layers import CausalConv1d, convolve, init_dt_bias, mark
+from mambakit.blocks.layers import CausalConv1d, Linear, convolve, init_dt_bias, mark
 from mambakit.ops.activations import softplus
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
@@ -69,13 +69,13 @@ class Mamba1(rows.Block[Mamba1Cache]):
         made = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         i, r = config.d_inner, config.state_rank
-        self.in_proj = nn.Linear(config.d_model, 2 * i, bias=config.bias, **made)
+        self.in_proj = Linear(config.d_model, 2 * i, bias=config.bias, **made)
         self.conv1d = CausalConv1d(i, i, config.conv_kernel, groups=i, bias=config.conv_bias, **made)
-        self.x_proj = nn.Linear(i, config.dt_width + 2 * r, bias=False, **made)
-        self.dt_proj = nn.Linear(config.dt_width, i, **made)
+        self.x_proj = Linear(i, config.dt_width + 2 * r, bias=False, **made)
+        self.dt_proj = Linear(config.dt_width, i, **made)
         self.A_log = mark(nn.Parameter(torch.empty(i, r, **wide)))
         self.D = mark(nn.Parameter(torch.empty(i, **wide)))
-        self.out_proj = nn.Linear(i, config.d_model, bias=config.bias, **made)
+        self.out_proj = Linear(i, config.d_model, bias=config.bias, **made)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
-from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, convolve, init_dt_bias, mark
+from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, Linear, convolve, init_dt_bias, mark
 from mambakit.ops.activations import softplus
 from mambakit.ops.ssd import learned_start, ssd
 from mambakit.ops.ssd_path import SsdPath
@@ -94,14 +94,14 @@ class Mamba2(rows.Block[Mamba2Cache]):
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         h, p, v = config.nheads, config.per_head_dim, config.conv_dim
         groups = 2 * config.ngroups * config.state_rank
-        self.in_proj = nn.Linear(config.d_model, 2 * config.d_inner + groups + h, bias=config.bias, **made)
+        self.in_proj = Linear(config.d_model, 2 * config.d_inner + groups + h, bias=config.bias, **made)
         self.conv1d = CausalConv1d(v, v, config.conv_kernel, groups=v, bias=config.conv_bias, **made)
         self.dt_bias = mark(nn.Parameter(torch.empty(h, **wide)), keep_init=True)
         self.A_log = mark(nn.Parameter(torch.empty(h, **wide)))
         self.D = mark(nn.Parameter(torch.empty(h * p if config.D_has_hdim else h, **wide)))
         if config.rmsnorm:
             self.norm = GatedRMSNorm(config.ssm_width, config.norm_width, config.norm_before_gate, **made)
-        self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=config.bias, **made)
+        self.out_proj = Linear(config.d_inner, config.d_model, bias=config.bias, **made)
         if config.learnable_init_states:
             self.init_states = mark(nn.Parameter(torch.empty(h, p, config.state_rank, **wide)))
         self.reset_parameters()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mambakit.blocks import rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.fixed_point import response
-from mambakit.blocks.layers import RMSNorm, init_dt_bias, last_token, mark
+from mambakit.blocks.layers import Linear, RMSNorm, init_dt_bias, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
 from mambakit.ops.rotation import rotate_all, running_angle
@@ -160,7 +160,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
         made = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         h, m, p, r = config.nheads, config.ranks, config.per_head_dim, config.state_rank
-        self.in_proj = nn.Linear(config.d_model, sum(self.projected), bias=False, **made)
+        self.in_proj = Linear(config.d_model, sum(self.projected), bias=False, **made)
         self.dt_bias = mark(nn.Parameter(torch.empty(h, **wide)), keep_init=True)
         self.B_bias = mark(nn.Parameter(torch.empty(h, m, r, **wide)))
         self.C_bias = mark(nn.Parameter(torch.empty(h, m, r, **wide)))
@@ -171,7 +171,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
         self.D = mark(nn.Parameter(torch.empty(h, **wide)))
         if config.is_outproj_norm:
             self.norm = RMSNorm(config.d_inner, config.norm_eps, group_size=p, **made)
-        self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=False, **made)
+        self.out_proj = Linear(config.d_inner, config.d_model, bias=False, **made)
         if config.learnable_init_states:
             self.init_states = mark(nn.Parameter(torch.empty(h, p, r, **wide)))
         self.reset_parameters()
@@ -227,7 +227,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
             ssm_bhpr = self.init_states.expand(batch, -1, -1, -1)
         else:
             ssm_bhpr = self.D.new_zeros(shapes["ssm_bhpr"])
-        narrow = self.in_proj.weight.dtype
+        narrow = self.B_norm.weight.dtype
         return Mamba3Cache(
             ssm_bhpr,
             self.D.new_zeros(shapes["k_state_bmhr"], dtype=narrow),

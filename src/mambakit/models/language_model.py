@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks.config import check_positive
+from mambakit.blocks.layers import Linear
 from mambakit.models.layer import make_norm, normed
 from mambakit.models.stack import Stack, StackCache, StackConfig
 
@@ -45,7 +46,7 @@ class LanguageModel(nn.Module):
         self.config = config
         made = {"device": device, "dtype": dtype}
         self.backbone = Backbone(config, **made)
-        self.lm_head = nn.Linear(config.block.d_model, config.padded_vocab_size, bias=False, **made)
+        self.lm_head = Linear(config.block.d_model, config.padded_vocab_size, bias=False, **made)
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
         self.reset_parameters()

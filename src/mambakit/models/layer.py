@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks.layers import RMSNorm
+from mambakit.blocks.layers import Linear, RMSNorm
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
@@ -48,8 +48,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         # Rounded up as in the official checkpoints.
         hidden = -(-hidden // 128) * 128
-        self.fc1 = nn.Linear(width, 2 * hidden, bias=False, **made)
-        self.fc2 = nn.Linear(hidden, width, bias=False, **made)
+        self.fc1 = Linear(width, 2 * hidden, bias=False, **made)
+        self.fc2 = Linear(hidden, width, bias=False, **made)
 
     @property
     def independent_maps(self) -> dict[str, dict[str, int]]:

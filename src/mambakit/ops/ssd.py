@@ -100,25 +100,29 @@ def one_token(
     """The recurrence itself, for decoding: as few passes over the state as there are."""
     groups = b_bmgr.shape[2]
     held_bhpr = da_bh.exp()[..., None, None] * state_bhpr
-    b_bgmr, c_bgmr = b_bmgr.transpose(1, 2), c_bmgr.transpose(1, 2)
-    v_bgjP = v_bmhp.transpose(1, 2).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
-    # Rows times a transposed matrix: the other way round the product takes several times as long.
-    held_bgmP = c_bgmr @ held_bhpr.unflatten(1, (groups, -1)).flatten(2, 3).mT
-    own_bgmP = (c_bgmr @ b_bgmr.mT) @ v_bgjP
-    y_bgmqp, own_bgmqp = (t.unflatten(3, (-1, v_bmhp.shape[3])) for t in (held_bgmP, own_bgmP))
-    y_bgmqp = torch.addcmul(y_bgmqp, own_bgmqp, w_now_bh.unflatten(1, (groups, 1, -1))[..., None])
-    y_bmhp = y_bgmqp.transpose(2, 3).flatten(1, 2).transpose(1, 2)
-    return y_bmhp[:, None].to(dtype), add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr)
+    b_bg1mr, c_bg1mr = b_bmgr.transpose(1, 2)[:, :, None], c_bmgr.transpose(1, 2)[:, :, None]
+    v_bgqmp, held_bgqpr = (t.unflatten(1, (groups, -1)) for t in (v_bmhp.transpose(1, 2), held_bhpr))
+    # Rows times a transposed matrix, head by head: other ways to batch this product take several times as long.
+    held_bgqmp = c_bg1mr @ held_bgqpr.mT
+    own_bgqmp = (c_bg1mr @ b_bg1mr.mT) @ v_bgqmp
+    now_bgq11 = w_now_bh.unflatten(1, (groups, -1))[..., None, None]
+    y_bmhp = torch.addcmul(held_bgqmp, own_bgqmp, now_bgq11).flatten(1, 2).transpose(1, 2)
+    # Without gradients nobody else needs the decayed state: writing into it saves the pages of a second one.
+    state_bhpr = add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr, in_place=not torch.is_grad_enabled())
+    return y_bmhp[:, None].to(dtype), state_bhpr
 
 
-def add_write(state_bhpr: Tensor, weight_bh: Tensor, v_bmhp: Tensor, b_bmgr: Tensor) -> Tensor:
+def add_write(
+    state_bhpr: Tensor, weight_bh: Tensor, v_bmhp: Tensor, b_bmgr: Tensor, *, in_place: bool = False
+) -> Tensor:
     """`state + weight u` with `u = sum_m v[m] (x) b[m]`."""
     groups = b_bmgr.shape[2]
     v_bmgqp = (weight_bh[:, None, :, None] * v_bmhp).unflatten(2, (groups, -1))
     state_bgqpr = state_bhpr.unflatten(1, (groups, -1))
-    if v_bmhp.shape[1] == 1:
-        return torch.addcmul(state_bgqpr, v_bmgqp[:, 0, ..., None], b_bmgr[:, 0, :, None, None]).flatten(1, 2)
-    return (state_bgqpr + torch.einsum("bmgqp,bmgr->bgqpr", v_bmgqp, b_bmgr)).flatten(1, 2)
+    for rank in range(v_bmhp.shape[1]):
+        factors = (v_bmgqp[:, rank, ..., None], b_bmgr[:, rank, :, None, None])
+        state_bgqpr = state_bgqpr.addcmul_(*factors) if in_place else state_bgqpr.addcmul(*factors)
+    return state_bgqpr.flatten(1, 2)
 
 
 def into_chunks(
