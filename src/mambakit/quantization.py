@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mambakit.blocks.layers import Linear
+
 Model = TypeVar("Model", bound=nn.Module)
 
 PROJECTIONS = ("in_proj", "out_proj", "x_proj", "fc1", "fc2", "lm_head")
