@@ -27,7 +27,7 @@ def _seed():
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`@pytest.mark.golden("family", ...)` runs a test once per stored case of these families, as argument `case`.
 
-    `having="key"` takes only the cases whose config has that key.
+    `where=` takes a function of a case that says whether it counts.
     """
     marker = metafunc.definition.get_closest_marker("golden")
     if marker is None:
@@ -38,8 +38,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", [pytest.param(None, marks=skip)])
         return
     cases = [c for c in json.loads(manifest.read_text())["cases"] if c["family"] in marker.args]
-    if "having" in marker.kwargs:
-        cases = [c for c in cases if marker.kwargs["having"] in c["config"]]
+    if "where" in marker.kwargs:
+        cases = [c for c in cases if marker.kwargs["where"](c)]
     assert cases, f"no golden case of {marker.args}"
     metafunc.parametrize("case", cases, ids=[f"{c['family']}-{c['id']}" for c in cases])
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from compare import error
@@ -275,7 +276,6 @@ class TestTransformers:
     }
 
     def theirs(self, kind: str, **options):
-        transformers = pytest.importorskip("transformers")
         config = getattr(transformers, f"{kind}Config")(**self.SIZES, **options)
         return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
@@ -302,7 +302,6 @@ class TestTransformers:
     @pytest.mark.parametrize("name", TRANSFORMERS)
     @pytest.mark.parametrize("max_shard_bytes", [None, 4000])
     def test_ours_load_there(self, name, max_shard_bytes, tmp_path):
-        transformers = pytest.importorskip("transformers")
         ours = make(BLOCKS[name])
         save_model(ours, tmp_path / "model", format="transformers", max_shard_bytes=max_shard_bytes)
         theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)

@@ -148,7 +148,7 @@ def test_ssd_combined(case, algorithm):
     compare(case, lambda x: continued(config, whole, tokens, x))
 
 
-@pytest.mark.golden("ssm_update", having="nheads")
+@pytest.mark.golden("ssm_update", where=lambda case: "nheads" in case["config"])
 def test_ssm_update_with_heads(case):
     """Every (channel, state) pair of a head has its own decay: a head each for the core, one token at a time."""
     config = case["config"]

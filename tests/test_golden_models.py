@@ -33,10 +33,12 @@ def is_hybrid(case):
     return bool(case["model_config"].get("attn_layer_idx"))
 
 
-@pytest.mark.golden("lm_official", "lm_hf")
+def is_supported(case):
+    return not is_hybrid(case)
+
+
+@pytest.mark.golden("lm_official", "lm_hf", where=is_supported)
 def test_logits(case):
-    if is_hybrid(case):
-        pytest.skip("refused; see the test of that")
     want = load_golden(case)
     model = load(case)
     with torch.no_grad():
@@ -46,10 +48,8 @@ def test_logits(case):
     torch.testing.assert_close(cut, full[..., : case["model_config"]["vocab_size"]])
 
 
-@pytest.mark.golden("lm_official")
+@pytest.mark.golden("lm_official", where=is_supported)
 def test_logits_and_every_gradient_in_float64(case):
-    if is_hybrid(case):
-        pytest.skip("refused; see the test of that")
     want = load_golden(case)
     model = load(case, dtype=torch.float64)
     ids_bs = want["input_ids"]
@@ -65,10 +65,8 @@ def test_logits_and_every_gradient_in_float64(case):
     assert all(e <= case["tol"]["float64"]["grad"] for e in bad.values()), bad
 
 
-@pytest.mark.golden("lm_official", "lm_hf")
+@pytest.mark.golden("lm_official", "lm_hf", where=is_supported)
 def test_greedy_continuation(case):
-    if is_hybrid(case):
-        pytest.skip("refused; see the test of that")
     want = load_golden(case)
     prompt, ids = want["greedy_prompt"], want["greedy_ids"]
     assert torch.equal(ids[:, : prompt.shape[1]], prompt)
@@ -82,19 +80,15 @@ def test_greedy_continuation(case):
             following, cache = model.step(token, cache)
 
 
-@pytest.mark.golden("lm_official")
+@pytest.mark.golden("lm_official", where=is_hybrid)
 def test_attention_is_refused(case):
-    if not is_hybrid(case):
-        pytest.skip("no attention")
     with pytest.raises(ValueError, match=r"attn_layer_idx = \[1\]: layers of attention are not supported"):
         load_model(GOLDEN / case["dir"])
 
 
-@pytest.mark.golden("lm_hf")
+@pytest.mark.golden("lm_hf", where=lambda case: case["model_config"].get("n_groups", 1) > 1)
 def test_groups_are_kept_unless_the_caller_says_otherwise(case):
-    groups = case["model_config"].get("n_groups", 1)
-    if groups == 1:
-        pytest.skip("one group")
+    groups = case["model_config"]["n_groups"]
     width = case["model_config"]["expand"] * case["model_config"]["hidden_size"]
     with pytest.warns(UserWarning, match=f"norm_group_size={width}"):
         model = load_model(GOLDEN / case["dir"])
@@ -104,22 +98,21 @@ def test_groups_are_kept_unless_the_caller_says_otherwise(case):
     assert error(logits, want["logits_f32"], FLOOR) > 0.01
 
 
-@pytest.mark.golden("lm_official")
+# Fields that old files lack, and what they meant then.
+ABSENT = {"d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {}, "tie_embeddings": True}
+
+
+@pytest.mark.golden("lm_official", where=lambda case: all(case["model_config"][n] == v for n, v in ABSENT.items()))
 def test_old_configs_take_the_official_defaults(case, tmp_path):
     config = dict(case["model_config"])
-    absent = {"d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {}, "tie_embeddings": True}
-    if any(config[name] != value for name, value in absent.items()):
-        pytest.skip("has one of the fields that old files lack")
-    (tmp_path / "config.json").write_text(json.dumps({n: v for n, v in config.items() if n not in absent}))
+    (tmp_path / "config.json").write_text(json.dumps({n: v for n, v in config.items() if n not in ABSENT}))
     (tmp_path / "pytorch_model.bin").write_bytes((GOLDEN / case["weights"]).read_bytes())
     activation = {"a_activation": case["A_activation"]} if "A_activation" in case else {}
     assert load_model(tmp_path, **activation).config == load(case).config
 
 
-@pytest.mark.golden("lm_official")
+@pytest.mark.golden("lm_official", where=is_supported)
 def test_saving_gives_back_the_official_files(case, tmp_path):
-    if is_hybrid(case):
-        pytest.skip("refused; see the test of that")
     save_model(load(case), tmp_path, format="official")
     config = json.loads((tmp_path / "config.json").read_text())
     want = dict(case["model_config"])

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ STRETCHES = (1.0, 0.76, 0.82, 0.88, 0.94, 1.06, 1.12)
 BLOCK = 1 << 19
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(nn.Module, ABC):
     """What stands in for an `nn.Linear`; its weights are decoded a block of rows at a time, whenever it is called.
 
     Products are computed in at least float32 and returned in the dtype of the input, through which gradients flow.
@@ -39,9 +40,9 @@ class QuantizedLinear(nn.Module):
         # Empty: it follows the model's dtype, as the weight did, where `scales` have one of their own.
         self.register_buffer("like", linear.weight.detach().new_empty(0), persistent=False)
 
+    @abstractmethod
     def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """These rows of the weight."""
-        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:

@@ -1,5 +1,6 @@
 """The seeds' input bundles: chunked tensors with their names, each a filling of the core."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -10,7 +11,7 @@ from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_path import SsdPath
 
 
-class _Bundle:
+class _Bundle(ABC):
     """What the three bundles share: `run` and `sanity` over the fields of the dataclass."""
 
     initial_state_bhpr: Tensor
@@ -30,9 +31,9 @@ class _Bundle:
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]  # a dataclass
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    @abstractmethod
     def run(self, path: SsdPath | None = None) -> tuple[Tensor, Tensor]:
         """Outputs in chunks and the state after the last. The bundle's own chunk length rules, not the path's."""
-        raise NotImplementedError
 
     def sanity(self) -> None:
         """Raise `ValueError` naming every tensor that holds a NaN or an infinity, and how many."""
