@@ -21,7 +21,8 @@ class Linear(nn.Linear):
         if self.is_decoding(input):
             x_kB = input.reshape(-1, self.in_features).T
             halves = self.weight.view(2, -1, self.in_features)
-            y_Bn = torch.bmm(halves, x_kB.expand(2, -1, -1)).flatten(0, 1).T
+            # Contiguous: what follows is slow on a transposed result.
+            y_Bn = torch.bmm(halves, x_kB.expand(2, -1, -1)).flatten(0, 1).T.contiguous()
             y_Bn = y_Bn if self.bias is None else y_Bn + self.bias
             return y_Bn.reshape(*input.shape[:-1], self.out_features)
         return super().forward(input)

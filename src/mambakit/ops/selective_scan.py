@@ -69,12 +69,13 @@ def state_dtype(named: dict[str, Tensor | None]) -> torch.dtype:
     """Check the dtypes of all inputs and return that of the state, which is complex if `a` is."""
     given = {name: tensor for name, tensor in named.items() if tensor is not None}
     complex_names = {name for name, tensor in given.items() if tensor.is_complex()}
-    may_be_complex = {"a_ir", "b_bsgr", "c_bsgr", "state_bir"} if "a_ir" in complex_names else set()
-    if complex_names - may_be_complex:
+    real: dict[str, Tensor | None] = {**given}
+    if not complex_names:
+        return check_floats({"x_bsi": real.pop("x_bsi")}, real)
+    if complex_names & {"x_bsi", "dt_bsi"} or "a_ir" not in complex_names:
         raise ValueError(f"{sorted(complex_names)} complex: x_bsi and dt_bsi must be real, the others if a_ir is real")
-    wider: dict[str, Tensor | None] = {n: t.real if n in complex_names else t for n, t in given.items()}
-    dtype = check_floats({"x_bsi": wider.pop("x_bsi")}, wider)
-    return torch.promote_types(dtype, torch.complex32) if complex_names else dtype
+    real |= {name: given[name].real for name in complex_names}
+    return torch.promote_types(check_floats({"x_bsi": real.pop("x_bsi")}, real), torch.complex32)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,9 +89,9 @@ def scan_token(
     """`selective_scan` of one token, out of elementwise operations and a sum, which autocast leaves alone."""
     groups, dtype = b_bgr.shape[1], a_ir.dtype
     dt_bgp, x_bgp = (t.to(dtype).unflatten(1, (groups, -1)) for t in (dt_bi, x_bi))
-    decay_bgpr = (dt_bgp[..., None] * (math.log2(math.e) * a_ir.unflatten(0, (groups, -1)))).exp2()
-    write_bgpr = (dt_bgp * x_bgp)[..., None] * b_bgr.to(dtype)[:, :, None]
-    state_bgpr = torch.addcmul(write_bgpr, decay_bgpr, state_bir.unflatten(1, (groups, -1)))
+    decay_bgpr = ((math.log2(math.e) * dt_bgp)[..., None] * a_ir.unflatten(0, (groups, -1))).exp2_()
+    state_bgpr = b_bgr.to(dtype)[:, :, None] * (dt_bgp * x_bgp)[..., None]
+    state_bgpr.addcmul_(decay_bgpr, state_bir.unflatten(1, (groups, -1)))
     y_bgp = (state_bgpr * c_bgr.to(dtype)[:, :, None]).sum(dim=-1)
     return cast(y_bgp.flatten(1), x_bi.dtype), state_bgpr.flatten(1, 2)
 
