@@ -25,6 +25,7 @@ SHAPES = {
 
 # Steps timed as one task.
 STEPS = 16
+KINDS = ("forward", "train", "step")
 
 
 def ours(n: dict[str, int]) -> dict[str, nn.Module]:
@@ -133,7 +134,7 @@ def available(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def measure(shape: str, threads: int, repeats: int) -> list[dict[str, Any]]:
+def measure(shape: str, threads: int, repeats: int, wanted: list[str]) -> list[dict[str, Any]]:
     n = SHAPES[shape]
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -151,8 +152,10 @@ def measure(shape: str, threads: int, repeats: int) -> list[dict[str, Any]]:
             difference = ((runs["forward"]() - want).abs().max() / want.abs().max()).item()
             assert difference < 1e-3, f"{library} computes another {family}: {difference}"
             runs["step"] = repeated(runs["step"])
-            tasks |= {(family, library, what): run for what, run in runs.items()}
-    times = interleaved(tasks, repeats)
+            tasks |= {(family, library, what): run for what, run in runs.items() if what in wanted}
+    # Steps by themselves: after a training step that took gigabytes, a step mostly waits for memory.
+    steps = {name: tasks.pop(name) for name in list(tasks) if name[-1] == "step"}
+    times = interleaved(tasks, repeats) | interleaved(steps, 3 * repeats)
     rate = flops / median(times.pop("gemm")) / 1e9
     return [
         {
@@ -172,25 +175,32 @@ def measure(shape: str, threads: int, repeats: int) -> list[dict[str, Any]]:
 def show(rows: list[dict[str, Any]]) -> None:
     cells = {(r["shape"], r["threads"], r["family"], r["library"], r["what"]): r["ms"] for r in rows}
     lines = []
+    wanted = list(dict.fromkeys(r["what"] for r in rows))
     for shape, threads, family, library in dict.fromkeys(
         (r["shape"], r["threads"], r["family"], r["library"]) for r in rows
     ):
         line = [shape, str(threads), family, library]
-        for what in ("forward", "train", "step"):
+        for what in wanted:
             ms, own = cells[shape, threads, family, library, what], cells[shape, threads, family, "mambakit", what]
             line.append(f"{ms:.2f}" if library == "mambakit" else f"{ms:.2f} ({ms / own:.1f}x)")
         lines.append(line)
-    print(table(["shape", "threads", "family", "library", "forward ms", "train ms", "step ms"], lines))
+    print(table(["shape", "threads", "family", "library", *(f"{what} ms" for what in wanted)], lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small shape only")
+    parser.add_argument("--what", nargs="+", choices=KINDS, default=list(KINDS), help="what to time")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure at")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved rounds (median)")
     arguments = parser.parse_args()
     shapes = ["small"] if arguments.quick else list(SHAPES)
-    rows = [row for t in arguments.threads for shape in shapes for row in measure(shape, t, arguments.repeats)]
+    rows = [
+        row
+        for t in arguments.threads
+        for shape in shapes
+        for row in measure(shape, t, arguments.repeats, arguments.what)
+    ]
     print(f"\nfloat32; {SHAPES}\nin brackets: times our time\n")
     show(rows)
     print(f"\nwritten to {write_json('block', {'shapes': SHAPES, 'rows': rows}).name}")
