@@ -18,6 +18,7 @@ from compare import error
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig
 from mambakit.checkpoints import load_model, save_model
 from mambakit.checkpoints import writing as checkpoint_writing
+from mambakit.generation import generate
 from mambakit.models.multi_gate import MultiGateConfig
 from mambakit.models.schedules import Cyclic
 
@@ -298,6 +299,10 @@ class TestTransformers:
         groups = {"norm_group_size": 32} if options.get("n_groups") == 2 else {}
         ours = load_model(tmp_path, **groups)
         self.agree(ours, model)
+        # Without their cache: their decoding forgets `time_step_limit`.
+        ids_bs = torch.randint(0, 21, (2, 13))
+        want = model.generate(ids_bs, max_new_tokens=8, do_sample=False, use_cache=False)[:, 13:]
+        assert torch.equal(generate(ours, ids_bs, max_new_tokens=8, temperature=0), want)
 
     @pytest.mark.parametrize("name", TRANSFORMERS)
     @pytest.mark.parametrize("max_shard_bytes", [None, 4000])
