@@ -8,7 +8,17 @@ import mambakit
 ROOT = Path(mambakit.__file__).parent
 # A part may import from itself and from the parts below it.
 LAYERS = ["ops", "blocks", "caches", "models", "training", "checkpoints"]
-LAYERS += ["quantization", "sampling", "prompts", "prefix_cache", "generation", "cli"]
+LAYERS += [
+    "quantization",
+    "sampling",
+    "prompts",
+    "prefix_cache",
+    "generation",
+    "trainer",
+    "experiments",
+    "compat",
+    "cli",
+]
 
 
 def imports_of(file: Path) -> set[str]:
