@@ -11,11 +11,13 @@ else
 BIN := .venv/bin
 endif
 PY := $(BIN)/python
+CSRC := src/mambakit/ops/kernels/cpu/csrc
+KERNELS := src/mambakit/ops/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test check lint format bench clean
+.PHONY: demo test check lint format bench kernels clean
 
-test: .venv/.ok
+test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
 
 demo: .venv/.ok
@@ -32,11 +34,17 @@ format: .venv/.ok-dev
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
+# After a change to the kernels: an editable install builds them once.
+kernels: .venv/.ok $(KERNELS)
+
+$(KERNELS): setup.py $(wildcard $(CSRC)/*)
+	$(PY) setup.py -q build_ext --inplace
+
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd
 
 # The order of attempts: a torch already there, a wheel pip is configured to find on disk, uv's CPU build, whatever the index has.
-.venv/.ok: pyproject.toml
+.venv/.ok: pyproject.toml setup.py
 	$(PYTHON) -m venv .venv
 	@if $(PY) -c 'import torch' 2>/dev/null; then echo "torch: already in .venv"; \
 	elif $(PIP) install -q --no-index --no-deps torch==$(TORCH) 2>/dev/null; then echo "torch: local wheel"; \
@@ -50,4 +58,4 @@ bench: .venv/.ok
 	@touch $@
 
 clean:
-	rm -rf .venv build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build src/*.egg-info $(KERNELS) .pytest_cache .ruff_cache .hypothesis

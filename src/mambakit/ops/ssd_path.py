@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mambakit.ops.backend import BACKENDS
+
 ALGORITHMS = ("minimal", "serial", "serial_recalculated")
-BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 class _HasSizes(Protocol):

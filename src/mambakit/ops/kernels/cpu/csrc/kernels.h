@@ -1,0 +1,12 @@
+// All kernels, once per instruction set. Each header ends in functions marked MK_EXPORT(name), which Python finds as
+// mk_name_<instruction set>.
+#pragma once
+
+#define MK_JOIN_(a, b, c) a##b##_##c
+#define MK_JOIN(a, b, c) MK_JOIN_(a, b, c)
+#define MK_EXPORT(name) extern "C" __attribute__((visibility("default"))) void MK_JOIN(mk_, name, MK_ISA)
+
+#include "vec.h"
+#include "threads.h"
+
+#include "elementwise.h"

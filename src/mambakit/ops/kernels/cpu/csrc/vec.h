@@ -1,0 +1,115 @@
+// Vectors of MK_WIDTH floats, written once for every instruction set: GCC and Clang lower the operators to what the
+// translation unit's target has. All of it lives in a namespace per instruction set, so that the linker cannot give one
+// set's code to another. No std:: templates in here, for the same reason.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MK_INLINE static inline __attribute__((always_inline))
+
+namespace MK_ISA {
+
+constexpr int64_t W = MK_WIDTH;
+
+typedef float vf __attribute__((vector_size(4 * MK_WIDTH)));
+typedef int32_t vi __attribute__((vector_size(4 * MK_WIDTH)));
+// The same, wherever it lies in memory.
+typedef float vf_any __attribute__((vector_size(4 * MK_WIDTH), aligned(4), may_alias));
+
+MK_INLINE vf load(const float* from) { return *(const vf_any*)from; }
+MK_INLINE void store(float* to, vf x) { *(vf_any*)to = x; }
+MK_INLINE vf splat(float x) { return x - vf{}; }
+MK_INLINE vi splat_int(int32_t x) { return x - vi{}; }
+
+// The first n lanes (0 < n <= W), zeros beyond: nothing outside [from, from + n) is touched.
+MK_INLINE vf load_part(const float* from, int64_t n) {
+    if (n >= W) return load(from);
+    vf x = {};
+    memcpy(&x, from, n * sizeof(float));
+    return x;
+}
+MK_INLINE void store_part(float* to, vf x, int64_t n) {
+    if (n >= W) store(to, x);
+    else memcpy(to, &x, n * sizeof(float));
+}
+
+MK_INLINE vf choose(vi mask, vf yes, vf no) { return mask ? yes : no; }
+MK_INLINE vf vmax(vf a, vf b) { return choose(a > b, a, b); }
+MK_INLINE vf vmin(vf a, vf b) { return choose(a < b, a, b); }
+
+MK_INLINE float sum(vf x) {
+    float lanes[MK_WIDTH];
+    store(lanes, x);
+    // Halves added to halves: the order is the same whatever the compiler makes of it.
+    for (int64_t half = W / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+// exp(x) to 2 units in the last place; 0 below -87.3 (float32's normal range ends there), infinity above 88.7,
+// NaN for NaN.
+MK_INLINE vf vexp(vf x) {
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    vf shifted = x * splat(1.44269504f) + magic;
+    vf n = shifted - magic;
+    vf r = n * splat(-0.693359375f) + x;
+    r = n * splat(2.12194440e-4f) + r;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    // Two factors, so that results beyond 2^127 still form before the last product.
+    vi whole = (vi)shifted - (vi)magic;
+    vi half = whole >> 1;
+    vf scale = (vf)((half + splat_int(127)) << 23);
+    vf rest = (vf)((whole - half + splat_int(127)) << 23);
+    vf y = p * scale * rest;
+    y = choose(x < splat(-87.33f), splat(0.0f), y);
+    y = choose(x > splat(88.72f), splat(INFINITY), y);
+    return choose(x == x, y, x);
+}
+
+// log(x) for finite x >= 2^-126, to 2 units in the last place.
+MK_INLINE vf vlog(vf x) {
+    vi bits = (vi)x;
+    vi exponent = ((bits - splat_int(0x3f3504f3)) >> 23);  // mantissa in [sqrt(1/2), sqrt(2))
+    vf m = (vf)(bits - (exponent << 23)) - splat(1.0f);
+    vf e = __builtin_convertvector(exponent, vf);
+    vf z = m * m;
+    vf p = splat(7.0376836292e-2f);
+    p = p * m + splat(-1.1514610310e-1f);
+    p = p * m + splat(1.1676998740e-1f);
+    p = p * m + splat(-1.2420140846e-1f);
+    p = p * m + splat(1.4249322787e-1f);
+    p = p * m + splat(-1.6668057665e-1f);
+    p = p * m + splat(2.0000714765e-1f);
+    p = p * m + splat(-2.4999993993e-1f);
+    p = p * m + splat(3.3333331174e-1f);
+    vf y = m * z * p;
+    y = e * splat(-2.12194440e-4f) + y;
+    y = z * splat(-0.5f) + y;
+    return m + y + e * splat(0.693359375f);
+}
+
+MK_INLINE vf vsigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }
+MK_INLINE vf vsilu(vf x) { return x * vsigmoid(x); }
+
+// log(1 + exp(x)) without overflow and, for very negative x, without losing exp(x) beside 1.
+MK_INLINE vf vsoftplus(vf x) {
+    vf away = choose(x > splat(0.0f), -x, x);
+    vf u = vexp(away);
+    vf one_more = splat(1.0f) + u;
+    // log1p(u) = log(1 + u) * u / ((1 + u) - 1) makes up for what rounding 1 + u lost.
+    vf kept = one_more - splat(1.0f);
+    vf small = choose(kept == splat(0.0f), u, vlog(one_more) * u / choose(kept == splat(0.0f), splat(1.0f), kept));
+    return choose(x == x, vmax(x, splat(0.0f)) + small, x);
+}
+
+}  // namespace MK_ISA

@@ -1,0 +1,115 @@
+"""The compiled kernels: where they are, which instruction set they use, and why they are missing if they are.
+
+A plain C library called through ctypes, which lets go of the GIL; the torch operators around it are in the modules
+beside this one. See docs/decisions/0007-kernels-as-a-c-library.md.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# In order of preference, with the bit of `mk_instruction_sets`.
+INSTRUCTION_SETS = {"avx512": 2, "avx2": 1, "plain": 0}
+
+
+class KernelsMissingError(ImportError):
+    """The compiled kernels are not there or cannot be used; the message says why."""
+
+
+class Library:
+    """The loaded library, bound to one instruction set.
+
+    `MAMBAKIT_KERNELS` names another file to load (`none`: none at all), `MAMBAKIT_ISA` another instruction set than the
+    best one. Both are read once, at the first use of a kernel.
+    """
+
+    def __init__(self) -> None:
+        self.path = _find()
+        try:
+            self.native = ctypes.CDLL(str(self.path))
+        except OSError as error:
+            raise KernelsMissingError(f"{self.path.name} does not load: {error}") from error
+        self.has_torch_threads = self._hand_in_threads()
+        found = self.native.mk_instruction_sets()
+        self.usable = [name for name, bit in INSTRUCTION_SETS.items() if not bit or found & bit]
+        self.instruction_set = os.environ.get("MAMBAKIT_ISA") or self.usable[0]
+        if self.instruction_set not in self.usable:
+            raise KernelsMissingError(
+                f"MAMBAKIT_ISA is {self.instruction_set!r}, but this machine can run {', '.join(self.usable)}"
+            )
+
+    def function(self, name: str, signature: str) -> Callable[..., None]:
+        """The kernel `name`; `signature` has a letter per argument: p pointer, i int64, f float, d double."""
+        kernel = getattr(self.native, f"mk_{name}_{self.instruction_set}")
+        kernel.restype = None
+        kernel.argtypes = [_TYPES[letter] for letter in signature]
+        return kernel
+
+    def _hand_in_threads(self) -> bool:
+        """torch's own thread pool, so that `torch.set_num_threads` rules and no second pool exists."""
+        folder = Path(torch.__file__).parent / "lib"
+        for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+            if (folder / name).is_file():
+                torch_cpu = ctypes.CDLL(str(folder / name))
+                functions = [torch_cpu.torch_parallel_for, torch_cpu.torch_get_num_threads]
+                self.native.mk_set_threads(*(ctypes.cast(f, ctypes.c_void_p) for f in functions))
+                return True
+        return False
+
+
+_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+
+
+@cache
+def _load() -> Library | KernelsMissingError:
+    try:
+        return Library()
+    except KernelsMissingError as error:
+        return error
+
+
+def library() -> Library:
+    """The loaded kernels; raises `KernelsMissingError`, an `ImportError`, where there are none."""
+    found = _load()
+    if isinstance(found, KernelsMissingError):
+        raise found
+    return found
+
+
+def why_missing() -> str | None:
+    """None where the kernels are there, otherwise the reason in one line."""
+    found = _load()
+    return str(found) if isinstance(found, KernelsMissingError) else None
+
+
+@cache
+def kernel(name: str, signature: str) -> Callable[..., None]:
+    """A kernel by name, see `Library.function`."""
+    return library().function(name, signature)
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _find() -> Path:
+    asked = os.environ.get("MAMBAKIT_KERNELS")
+    if asked == "none":
+        raise KernelsMissingError("MAMBAKIT_KERNELS=none asks for none")
+    if asked:
+        if not Path(asked).is_file():
+            raise KernelsMissingError(f"MAMBAKIT_KERNELS names {asked}, which is no file")
+        return Path(asked)
+    for name in ("_native.abi3.so", "_native.so"):
+        path = Path(__file__).with_name(name)
+        if path.is_file():
+            return path
+    raise KernelsMissingError(
+        "they were not built when mambakit was installed; reinstall where a C++ compiler (GCC or Clang) is found"
+    )
