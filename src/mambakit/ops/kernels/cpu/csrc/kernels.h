@@ -10,3 +10,5 @@
 #include "threads.h"
 
 #include "elementwise.h"
+#include "step.h"
+#include "step_mamba2.h"

@@ -1,0 +1,156 @@
+// What the decoding steps of all families share: the convolution's newest output, and one pass over a head's state.
+//
+// A step's functions work on one row of the batch and on a range of heads or channels, so that the caller decides about
+// threads. Buffers that enter and leave (window, state) may be the same memory.
+#pragma once
+
+namespace MK_ISA {
+
+// Slots of `scratch` that the steps use; see threads.h.
+constexpr int STEP_ROW = 40, STEP_HEAD = 41, STEP_OUT = 42;
+// Entries of the state below which a step stays in the calling thread.
+constexpr int64_t STEP_ALONE = 1 << 15;
+
+// f(start, count) over [0, n) in runs of W, the last one shorter. The count of a whole run is a constant to the compiler.
+template <class F>
+MK_INLINE void for_vectors(int64_t n, const F& f) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) f(i, W);
+    if (i < n) f(i, n - i);
+}
+
+template <int TAPS>
+static void weigh_taps(int64_t n, const float* weight, const float* window, const float* x, float* __restrict y) {
+    for (int64_t v = 0; v < n; v++) {
+        float total = weight[v * TAPS + TAPS - 1] * x[v];
+        for (int64_t q = 0; q + 1 < TAPS; q++) total += weight[v * TAPS + q] * window[v * TAPS + q + 1];
+        y[v] = total;
+    }
+}
+
+static void weigh_taps(
+    int64_t n, int64_t k, const float* weight, const float* window, const float* x, float* __restrict y) {
+    if (k == 4) return weigh_taps<4>(n, weight, window, x, y);
+    for (int64_t v = 0; v < n; v++) {
+        float total = weight[v * k + k - 1] * x[v];
+        for (int64_t q = 0; q + 1 < k; q++) total += weight[v * k + q] * window[v * k + q + 1];
+        y[v] = total;
+    }
+}
+
+// Drops each channel's oldest input and appends x. One move shifts all channels: what crosses from one to the next is
+// then overwritten by x.
+static void shift_window(int64_t n, int64_t k, const float* window_in, float* window_out, const float* x) {
+    memmove(window_out, window_in + 1, (n * k - 1) * sizeof(float));
+    for (int64_t v = 0; v < n; v++) window_out[v * k + k - 1] = x[v];
+}
+
+// y = silu(causal convolution at the newest token) of n channels, and the window [n][k] after it. `bias` may be null.
+static void convolve_token(
+    int64_t n, int64_t k, const float* weight, const float* bias, const float* window_in, float* window_out,
+    const float* x, float* y) {
+    if (n <= 0) return;
+    weigh_taps(n, k, weight, window_in, x, y);
+    shift_window(n, k, window_in, window_out, x);
+    for_vectors(n, [&](int64_t i, int64_t count) {
+        vf total = load_part(y + i, count);
+        if (bias) total += load_part(bias + i, count);
+        store_part(y + i, vsilu(total), count);
+    });
+}
+
+// One head's state [p][r]: out = decay * in + sum_w coef[w][p] write[w][r], and what is read: y[c][p] = out[p] . read[c].
+struct StatePass {
+    int64_t p, r;
+    float decay;
+    int64_t writers, readers;
+    const float *write, *coef, *read;
+    const float* in;
+    float *out, *y;
+};
+
+// ROWS rows of the state for WRITERS (0: as many as `s` says) and the READERS from `reader` on. Only the first readers
+// write.
+template <int ROWS, int WRITERS, int READERS, bool WRITES>
+MK_INLINE void pass_rows(const StatePass& s, int64_t row, int64_t reader) {
+    const int64_t writers = WRITERS ? WRITERS : s.writers;
+    const float* in = (WRITES ? s.in : s.out) + row * s.r;
+    float* out = s.out + row * s.r;
+    vf total[READERS][ROWS] = {};
+    for_vectors(s.r, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        vf state[ROWS];
+        for (int q = 0; q < ROWS; q++) state[q] = load_part(in + q * s.r + i, count);
+        if (WRITES) {
+            for (int q = 0; q < ROWS; q++) state[q] *= splat(s.decay);
+            for (int64_t w = 0; w < writers; w++) {
+                vf write = load_part(s.write + w * s.r + i, count);
+                for (int q = 0; q < ROWS; q++) state[q] += splat(s.coef[w * s.p + row + q]) * write;
+            }
+            for (int q = 0; q < ROWS; q++) store_part(out + q * s.r + i, state[q], count);
+        }
+        for (int c = 0; c < READERS; c++) {
+            vf read = load_part(s.read + (reader + c) * s.r + i, count);
+            for (int q = 0; q < ROWS; q++) total[c][q] += state[q] * read;
+        }
+    });
+    for (int c = 0; c < READERS; c++)
+        for (int q = 0; q < ROWS; q++) s.y[(reader + c) * s.p + row + q] = sum(total[c][q]);
+}
+
+template <int WRITERS, int READERS, bool WRITES>
+static void pass_state(const StatePass& s, int64_t reader) {
+    // As many rows at once as there are registers for: they share the loads of what is written and read.
+    constexpr int ROWS = READERS == 1 || W == 16 ? 4 : 2;
+    int64_t row = 0;
+    for (; row + ROWS <= s.p; row += ROWS) pass_rows<ROWS, WRITERS, READERS, WRITES>(s, row, reader);
+    for (; row < s.p; row++) pass_rows<1, WRITERS, READERS, WRITES>(s, row, reader);
+}
+
+template <bool WRITES>
+static void pass_readers(const StatePass& s, int64_t reader, int64_t readers) {
+    if (readers == 1) return pass_state<0, 1, WRITES>(s, reader);
+    if (readers == 2) return pass_state<0, 2, WRITES>(s, reader);
+    if (readers == 3) return pass_state<0, 3, WRITES>(s, reader);
+    return pass_state<0, 4, WRITES>(s, reader);
+}
+
+static void pass_state(const StatePass& s) {
+    if (s.readers == 1 && s.writers == 1) return pass_state<1, 1, true>(s, 0);
+    if (s.readers == 1 && s.writers == 2) return pass_state<2, 1, true>(s, 0);
+    pass_readers<true>(s, 0, s.readers);
+    for (int64_t reader = 4; reader < s.readers; reader += 4) pass_readers<false>(s, reader, s.readers - reader);
+}
+
+// body(row, begin, end) over the units (heads, channels) of all rows. Too little work is not worth waking threads for.
+template <class Body>
+static void step_parallel(int64_t rows, int64_t units, int64_t unit_size, const Body& body) {
+    auto share = [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+            int64_t row = begin / units, stop = (row + 1) * units < end ? (row + 1) * units : end;
+            body(row, begin - row * units, stop - row * units);
+            begin = stop;
+        }
+    };
+    if (rows * units * unit_size < STEP_ALONE) share(0, rows * units);
+    else parallel(rows * units, share);
+}
+
+MK_INLINE vf clamp(vf x, float low, float high) {
+    // Comparisons in this order keep NaN.
+    x = choose(x < splat(low), splat(low), x);
+    return choose(x > splat(high), splat(high), x);
+}
+
+MK_INLINE float softplus_clamped(float x, float low, float high) { return clamp(vsoftplus(splat(x)), low, high)[0]; }
+
+// 1 / sqrt(mean(x^2) + eps)
+static float inverse_rms(int64_t n, const float* x, float eps) {
+    vf total = {};
+    for_vectors(n, [&](int64_t i, int64_t count) {
+        vf part = load_part(x + i, count);
+        total += part * part;
+    });
+    return 1.0f / sqrtf(sum(total) / n + eps);
+}
+
+}  // namespace MK_ISA
