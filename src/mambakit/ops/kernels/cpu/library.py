@@ -82,6 +82,8 @@ def library() -> Library:
     return found
 
 
+# A compiler asks once, instead of tracing how a library is loaded.
+@torch.compiler.assume_constant_result
 def why_missing() -> str | None:
     """None where the kernels are there, otherwise the reason in one line."""
     found = _load()
