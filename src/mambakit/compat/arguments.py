@@ -1,0 +1,59 @@
+"""What the doors of the official functions have in common: dtypes that may differ, words that are not known."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambakit.ops.activations import softplus
+
+FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_layer_scale", "nslices", "use_norm"}
+"""Arguments of modified copies of the package, Vision Mamba's and its relatives'."""
+
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
+    """TypeError for keywords that the official class does not have."""
+    if not unknown:
+        return
+    names = ", ".join(sorted(unknown))
+    forks = sorted(FORKS & unknown.keys())
+    if forks:
+        raise TypeError(
+            f"{owner} has no argument {names}: {', '.join(forks)} belongs to a modified copy of mamba_ssm "
+            "(Vision Mamba and its relatives), not to the official package. Wrap two blocks, one over the flipped "
+            "sequence, as examples/gallery/bidirectional.py does"
+        )
+    raise TypeError(f"{owner} has no argument {names}")
+
+
+def check_activation(activation: str | None) -> bool:
+    """Whether SiLU follows."""
+    if activation not in ACTIVATIONS:
+        raise NotImplementedError(f'activation = {activation!r} is not one of None, "silu" and "swish"')
+    return activation is not None
+
+
+def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as they are, or all in float64 if one of them is. Official functions mix dtypes freely."""
+    if not any(t is not None and t.dtype in (torch.float64, torch.complex128) for t in tensors):
+        return tensors
+    return tuple(None if t is None else t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tensors)
+
+
+def step_size(
+    dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[float, float] = (0.0, float("inf"))
+) -> Tensor:
+    """`clamp(softplus(dt + bias), limit)` in at least float32, `bias` along the last axes of `dt`."""
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = dt if bias is None else dt + bias
+    dt = softplus(dt) if is_softplus else dt
+    return dt if tuple(limit) == (0.0, float("inf")) else dt.clamp(*limit)
+
+
+def pair(low_high: Iterable[float]) -> tuple[float, float]:
+    """A range as configs from JSON have it, too: a list."""
+    low, high = low_high
+    return low, high

@@ -1,0 +1,124 @@
+"""The short convolution in the official layout, `b v s`, with states of the `k - 1` inputs before the next one."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambakit.compat.arguments import check_activation, in_one_precision
+from mambakit.compat.packing import segments_of
+from mambakit.ops.causal_conv import causal_conv
+from mambakit.ops.shapes import bind
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_ref", "causal_conv1d_update", "causal_conv1d_update_ref"]
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Convolve `x` (b, v, s) with `weight` (v, k). Returns `out`, or `(out, final_states)` with states (b, v, k - 1).
+
+    `final_states_out` is written to and returned. As officially, packed sequences (`seq_idx`) have no states.
+    """
+    with_silu = check_activation(activation)
+    size = bind(x_bvs=x, weight_vk=weight, bias_v=bias)
+    if seq_idx is not None and (initial_states is not None or return_final_states):
+        raise ValueError("seq_idx packs whole sequences: it goes with neither initial_states nor return_final_states")
+    if final_states_out is not None and not return_final_states:
+        raise ValueError("final_states_out is only written with return_final_states=True")
+    x_bsv, weight_vk, bias_v, window_bvk = in_one_precision(x.mT, weight, bias, initial_states)
+    if window_bvk is not None:
+        if tuple(window_bvk.shape) != (size.b, size.v, size.k - 1):
+            expected = (size.b, size.v, size.k - 1)
+            raise ValueError(f"initial_states has shape {tuple(window_bvk.shape)}, expected {expected}")
+        window_bvk = F.pad(window_bvk, (1, 0))
+    segments_bs = segments_of(seq_idx, size.b, size.s)
+    y_bsv, window_bvk = causal_conv(x_bsv, weight_vk, bias_v, window_bvk, segments_bs=segments_bs)
+    y_bsv = (F.silu(y_bsv) if with_silu else y_bsv).to(x.dtype)
+    # In the layout of `x`, as callers go on to `view` it.
+    out = y_bsv.mT.contiguous() if x.is_contiguous() else y_bsv.mT
+    if not return_final_states:
+        return out
+    final_states = window_bvk[:, :, 1:].to(x.dtype)
+    if final_states_out is None:
+        return out, final_states
+    return out, final_states_out.copy_(final_states)
+
+
+def causal_conv1d_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    return causal_conv1d_fn(x, weight, bias, None, initial_states, return_final_states, final_states_out, activation)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """Convolve the next inputs `x`, (b, v) or (b, v, s), and put them into `conv_state` (b, v, at least k - 1).
+
+    With `cache_seqlens` (b) the state is a ring into which a row's next input goes at `cache_seqlens % state_len`. With
+    `conv_state_indices` (b) the rows of the batch are these rows of a larger state.
+    """
+    with_silu = check_activation(activation)
+    x_bvs = x[..., None] if x.dim() == 2 else x
+    state_bvL = conv_state if conv_state_indices is None else conv_state[conv_state_indices.long()]
+    size = bind(x_bvs=x_bvs, conv_state_bvL=state_bvL, weight_vk=weight, bias_v=bias)
+    if size.k > size.L + 1:
+        raise ValueError(f"conv_state holds {size.L} inputs, but a kernel of {size.k} taps needs {size.k - 1}")
+    order_bL = ring_order(size.b, size.L, cache_seqlens, x.device)
+    past_bvL = state_bvL.gather(2, order_bL[:, None].expand_as(state_bvL))
+    together_bvS = torch.cat((past_bvL.to(x.dtype), x_bvs), dim=2)
+    window_bvk = F.pad(past_bvL[:, :, size.L - (size.k - 1) :], (1, 0))
+    x_bsv, weight_vk, bias_v, window_bvk = in_one_precision(x_bvs.mT, weight, bias, window_bvk)
+    y_bsv, _ = causal_conv(x_bsv, weight_vk, bias_v, window_bvk)
+    y_bvs = (F.silu(y_bsv) if with_silu else y_bsv).mT.to(x.dtype)
+    with torch.no_grad():
+        # The newest inputs, the oldest of them where the next one will go.
+        next_seqlens = None if cache_seqlens is None else cache_seqlens + size.s
+        order_bL = ring_order(size.b, size.L, next_seqlens, x.device)
+        newest_bvL = together_bvS[:, :, size.s :].to(conv_state.dtype)
+        after_bvL = torch.empty_like(newest_bvL).scatter_(2, order_bL[:, None].expand_as(newest_bvL), newest_bvL)
+        if conv_state_indices is None:
+            conv_state.copy_(after_bvL)
+        else:
+            conv_state[conv_state_indices.long()] = after_bvL
+    return y_bvs[..., 0] if x.dim() == 2 else y_bvs.contiguous()
+
+
+def causal_conv1d_update_ref(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+) -> Tensor:
+    return causal_conv1d_update(x, conv_state, weight, bias, activation, cache_seqlens)
+
+
+def ring_order(b: int, length: int, cache_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Columns of a state from the oldest input to the newest."""
+    order_bL = torch.arange(length, device=device).expand(b, length)
+    if cache_seqlens is None:
+        return order_bL
+    if tuple(cache_seqlens.shape) != (b,):
+        raise ValueError(f"cache_seqlens has shape {tuple(cache_seqlens.shape)}, expected {(b,)}: one count per row")
+    return (order_bL + cache_seqlens[:, None].long()) % max(length, 1)

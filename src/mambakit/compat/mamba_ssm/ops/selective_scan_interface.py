@@ -1,0 +1,136 @@
+"""Mamba-1's scan and its inner function in the official layout: channels before time."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambakit.compat.arguments import in_one_precision, step_size
+from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
+from mambakit.ops.norm import rms_norm
+from mambakit.ops.selective_scan import selective_scan
+from mambakit.ops.shapes import bind
+
+__all__ = ["mamba_inner_fn", "mamba_inner_ref", "selective_scan_fn", "selective_scan_ref"]
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Any:
+    """`out` (b, i, s), or `(out, last_state)` with the state (b, i, r).
+
+    `u`, `delta`, `z` are (b, i, s); `A` is (i, r), real or complex; `B` and `C` are (i, r), (b, r, s) or (b, g, r, s).
+    With a complex `A` those that depend on time hold real and imaginary parts interleaved, (.., r, 2 s).
+    """
+    dtype = u.dtype
+    u, delta, A, B, C, D, z, delta_bias = in_one_precision(u, delta, A, B, C, D, z, delta_bias)
+    size = bind(u_bis=u, delta_bis=delta, A_ir=A, D_i=D, z_bis=z, delta_bias_i=delta_bias)
+    b_bsgr, c_bsgr = (by_token(name, t, A, size) for name, t in (("B", B), ("C", C)))
+    groups = math.lcm(b_bsgr.shape[2], c_bsgr.shape[2])
+    b_bsgr, c_bsgr = (t.repeat_interleave(groups // t.shape[2], dim=2) for t in (b_bsgr, c_bsgr))
+    dt_bsi = step_size(delta.mT, delta_bias, delta_softplus)
+    y_bsi, state_bir = selective_scan(u.mT.contiguous(), dt_bsi.contiguous(), A, b_bsgr, c_bsgr)
+    y = y_bsi.mT
+    y = y if D is None else y + D[:, None] * u
+    y = y if z is None else y * F.silu(z.to(torch.promote_types(z.dtype, torch.float32)))
+    # Contiguous: callers go on to `view` it.
+    out = y.to(dtype).contiguous()
+    return (out, state_bir) if return_last_state else out
+
+
+selective_scan_ref = selective_scan_fn
+
+
+def by_token(name: str, x: Tensor, A: Tensor, size: Any) -> Tensor:
+    """B or C in any of its official shapes as `bsgr`."""
+    if x.dim() == 2:
+        if tuple(x.shape) != (size.i, size.r):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected that of A, {(size.i, size.r)}")
+        return x.expand(size.b, size.s, size.i, size.r)
+    if x.dim() not in (3, 4):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected axes (i, r), (b, r, s) or (b, g, r, s)")
+    x_bgrS = x[:, None] if x.dim() == 3 else x
+    if A.is_complex() and not x.is_complex():
+        pairs = x_bgrS.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+        x_bgrS = torch.view_as_complex(pairs.contiguous())
+    expected = (size.b, x_bgrS.shape[1], size.r, size.s)
+    if tuple(x_bgrS.shape) != expected or size.i % x_bgrS.shape[1]:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, which does not fit a batch of {size.b}, {size.i} channels, "
+            f"{size.r} state entries and {size.s} tokens{' with two numbers each' if A.is_complex() else ''}"
+        )
+    return x_bgrS.permute(0, 3, 1, 2)
+
+
+def mamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+) -> Tensor:
+    """A Mamba-1 block after its input projection: `xz` (b, 2 i, s) to `out` (b, s, d).
+
+    `B` and `C` come from the projection unless they are given. `checkpoint_lvl` has no effect on values.
+    """
+    for name, given, extras in (("B", B, (B_proj_bias, b_rms_weight)), ("C", C, (C_proj_bias, c_rms_weight))):
+        if given is not None and any(extra is not None for extra in extras):
+            raise ValueError(f"{name} was given: its projection's bias and norm weight have nothing to work on")
+    x, z = xz.chunk(2, dim=1)
+    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
+    assert isinstance(x, Tensor)
+    rank, entries = delta_proj_weight.shape[1], A.shape[1] * (2 if A.is_complex() else 1)
+    projected_bsR = F.linear(x.mT, x_proj_weight)
+    delta_bsi = F.linear(projected_bsR[..., :rank], delta_proj_weight)
+    if dt_rms_weight is not None:
+        delta_bsi = rms_norm(delta_bsi, dt_rms_weight, b_c_dt_rms_eps)
+
+    def per_token(x_bsR: Tensor, bias: Tensor | None, norm_weight: Tensor | None) -> Tensor:
+        x_bsR = x_bsR if bias is None else x_bsR + bias.to(x_bsR.dtype)
+        x_bsR = x_bsR if norm_weight is None else rms_norm(x_bsR, norm_weight, b_c_dt_rms_eps)
+        return x_bsR.unflatten(-1, (A.shape[1], -1)).transpose(1, 2).flatten(2)
+
+    if B is None:
+        B = per_token(projected_bsR[..., rank : rank + entries], B_proj_bias, b_rms_weight)
+    if C is None:
+        C = per_token(projected_bsR[..., -entries:], C_proj_bias, c_rms_weight)
+    y = selective_scan_fn(x, delta_bsi.mT, A, B, C, D, z, delta_bias, delta_softplus)
+    return F.linear(y.mT, out_proj_weight, out_proj_bias)
+
+
+mamba_inner_ref = mamba_inner_fn
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("bimamba_inner_fn", "bimamba_inner_ref", "mamba_inner_fn_no_out_proj"):
+        raise ImportError(
+            f"{name} belongs to a modified copy of mamba_ssm (Vision Mamba and its relatives), not to the official "
+            "package, and is not covered by mambakit.compat"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,169 @@
+"""Norms with the residual added before them, as from mamba_ssm 2.0 on."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambakit.blocks import layers
+from mambakit.compat.arguments import in_one_precision
+from mambakit.ops.norm import rms_norm
+
+__all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
+
+
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+) -> Any:
+    """`norm(dropout(rowscale x) + dropout(x1) + residual)`, and again with `weight1` and `bias1` if there are any.
+
+    Returns the norms, then with `prenorm` the sum, then with `return_dropout_mask` two masks (None without dropout or
+    without `x1`); a single result comes alone. The sum has the dtype of `residual`, else that of `x`, with
+    `residual_in_fp32` at least float32.
+    """
+    if x1 is not None and rowscale is not None:
+        raise ValueError("rowscale does not go with x1")
+    for name, other in (("residual", residual), ("x1", x1)):
+        if other is not None and other.shape != x.shape:
+            raise ValueError(f"{name} has shape {tuple(other.shape)} but x has {tuple(x.shape)}")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(wide)
+    if rowscale is not None:
+        total = total * rowscale.reshape(*x.shape[:-1], 1)
+    total, mask = dropped(total, dropout_p)
+    mask1 = None
+    if x1 is not None:
+        added, mask1 = dropped(x1.to(wide), dropout_p)
+        total = total + added
+    if residual is not None:
+        total = total + residual
+    norms = [normed(total, weight, bias, eps, is_rms_norm).to(x.dtype)]
+    if weight1 is not None:
+        norms.append(normed(total, weight1, bias1, eps, is_rms_norm).to(x.dtype))
+    kept = residual.dtype if residual is not None else wide if residual_in_fp32 else x.dtype
+    results = [*norms, *([total.to(kept)] if prenorm else []), *([mask, mask1] if return_dropout_mask else [])]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Any:
+    """`layer_norm_fn` with RMSNorm."""
+    args = (x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32)
+    return layer_norm_fn(*args, is_rms_norm=True, return_dropout_mask=return_dropout_mask)
+
+
+def layer_norm_linear_fn(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Any:
+    """A linear map of the norm, with `prenorm` also the sum."""
+    options = {"residual": residual, "eps": eps, "residual_in_fp32": residual_in_fp32, "is_rms_norm": is_rms_norm}
+    y, total = layer_norm_fn(x, norm_weight, norm_bias, prenorm=True, **options)
+    y = F.linear(y.to(linear_weight.dtype), linear_weight, linear_bias)
+    return (y, total) if prenorm else y
+
+
+def layer_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+    is_rms_norm: bool = False,
+) -> Any:
+    """`layer_norm_fn` with given dropout masks, true where an entry is kept. It always computes in at least float32."""
+    if rowscale is not None:
+        x, rowscale = x * rowscale[..., None], None
+    if dropout_mask is not None:
+        x = x.masked_fill(~dropout_mask, 0.0) / (1 - dropout_p)
+        if x1 is not None and dropout_mask1 is not None:
+            x1 = x1.masked_fill(~dropout_mask1, 0.0) / (1 - dropout_p)
+        elif x1 is not None:
+            x1 = F.dropout(x1, dropout_p)
+        dropout_p = 0.0
+    args = (x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm)
+    return layer_norm_fn(*args, is_rms_norm=is_rms_norm)
+
+
+def rms_norm_ref(*args: Any, **options: Any) -> Any:
+    """`layer_norm_ref` with RMSNorm; the same arguments."""
+    return layer_norm_ref(*args, **options, is_rms_norm=True)
+
+
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms_norm: bool) -> Tensor:
+    x, weight, bias = in_one_precision(x, weight, bias)
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if not is_rms_norm:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y = rms_norm(x, weight, eps)
+    return y if bias is None else y + bias
+
+
+def dropped(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor | None]:
+    """`x` after dropout, and what was kept."""
+    if dropout_p == 0:
+        return x, None
+    if not 0 < dropout_p < 1:
+        raise ValueError(f"dropout_p = {dropout_p} has to be at least 0 and below 1")
+    mask = torch.rand_like(x) >= dropout_p
+    return x * mask / (1 - dropout_p), mask
+
+
+class RMSNorm(layers.RMSNorm):
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, dropout_p: float = 0.0, device: Any = None, dtype: Any = None
+    ):
+        super().__init__(hidden_size, eps, device=device, dtype=dtype)
+        self.drop = torch.nn.Dropout(dropout_p) if dropout_p > 0 else None
+        self.register_parameter("bias", None)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Any:
+        dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
+        options = {"residual": residual, "prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
+        return rms_norm_fn(x, self.weight, None, eps=self.eps, dropout_p=dropout_p, **options)

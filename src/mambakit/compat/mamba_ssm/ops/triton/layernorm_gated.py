@@ -1,0 +1,110 @@
+"""Norms of groups of channels, with a gate before or after."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mambakit.blocks import layers
+from mambakit.compat.arguments import in_one_precision
+from mambakit.ops.norm import rms_norm
+
+__all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rms_norm_ref", "rmsnorm_fn"]
+
+
+def layernorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+) -> Tensor:
+    """`norm(x) * silu(z)`, or `norm(x * silu(z))` without `norm_before_gate`.
+
+    The norm is taken over groups of `group_size` channels (None: all); `weight` and `bias` span the last axis.
+    """
+    dtype = x.dtype
+    x, weight, bias, z = in_one_precision(x, weight, bias, z)
+    if z is not None and z.shape != x.shape:
+        raise ValueError(f"z has shape {tuple(z.shape)} but x has {tuple(x.shape)}")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate = None if z is None else F.silu(z.to(wide))
+    y = x.to(wide) if gate is None or norm_before_gate else x * gate
+    if is_rms_norm:
+        y = rms_norm(y, weight.to(wide), eps, group_size)
+    else:
+        group_size = group_size or y.shape[-1]
+        if y.shape[-1] % group_size:
+            raise ValueError(f"group_size = {group_size} does not divide the {y.shape[-1]} channels of x")
+        y = F.layer_norm(y.unflatten(-1, (-1, group_size)), (group_size,), eps=eps).flatten(-2) * weight.to(wide)
+    y = y if bias is None else y + bias
+    return (y * gate if gate is not None and norm_before_gate else y).to(dtype)
+
+
+def rmsnorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm=True)
+
+
+def rms_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    upcast: bool = True,
+) -> Tensor:
+    return rmsnorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate)
+
+
+class RMSNorm(layers.RMSNorm):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__(hidden_size, eps, group_size, device=device, dtype=dtype)
+        self.norm_before_gate = norm_before_gate
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        return rmsnorm_fn(x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate)
+
+
+class LayerNorm(RMSNorm):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype)
+        self.bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        return layernorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)

@@ -1,0 +1,72 @@
+"""One token of Mamba-1's scan, the state updated in place."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambakit.compat.arguments import in_one_precision, step_size
+from mambakit.ops.selective_scan import selective_scan
+from mambakit.ops.shapes import bind
+
+__all__ = ["selective_state_update", "selective_state_update_ref"]
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    """The output of the token `x`, which is written into `state`.
+
+    Without heads: `state` (b, p, r), `x`, `dt`, `z` (b, p), `A` (p, r), `B`, `C` (b, r), `D`, `dt_bias` (p). With
+    heads: `state` (b, h, p, r), `x`, `dt`, `z` (b, h, p), `A` (h, p, r), `B`, `C` (b, g, r), `D`, `dt_bias` (h, p).
+    With `state_batch_indices` (b) the rows of the batch are these rows of a larger `state`.
+    """
+    rows = state if state_batch_indices is None else state[state_batch_indices.long()]
+    if state.dim() == 4:
+        bind(state_bhpr=rows, x_bhp=x, dt_bhp=dt, A_hpr=A, B_bgr=B, C_bgr=C, D_hp=D, z_bhp=z, dt_bias_hp=dt_bias)
+    else:
+        bind(state_bpr=rows, x_bp=x, dt_bp=dt, A_pr=A, B_br=B, C_br=C, D_p=D, z_bp=z, dt_bias_p=dt_bias)
+        B, C = B[:, None], C[:, None]
+    if state.dim() == 4 and x.shape[1] % B.shape[1]:
+        raise ValueError(f"{x.shape[1]} heads are not a multiple of the {B.shape[1]} groups of B")
+    wide = in_one_precision(rows, x, dt, A, B, C, D, z, dt_bias)
+    rows, x_wide, dt, A, B, C, D, z, dt_bias = wide
+    dt = step_size(dt, dt_bias, dt_softplus)
+    last = -A.dim() + 1  # the axes of a channel: head and position, or position
+    x_bsi, dt_bsi = (t.flatten(last)[:, None] for t in (x_wide, dt))
+    y_bsi, after_bir = selective_scan(
+        x_bsi, dt_bsi, A.flatten(0, -2), B[:, None], C[:, None], rows.flatten(1, -2) if state.dim() == 4 else rows
+    )
+    with torch.no_grad():
+        after = after_bir.view(rows.shape).to(state.dtype)
+        if state_batch_indices is None:
+            state.copy_(after)
+        else:
+            state[state_batch_indices.long()] = after
+    y = y_bsi[:, 0].view(x.shape)
+    y = y if D is None else y + D * x_wide
+    return (y if z is None else y * F.silu(z)).to(x.dtype)
+
+
+def selective_state_update_ref(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> Tensor:
+    return selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)

@@ -1,0 +1,282 @@
+"""Mamba-2's scan, and a whole block after its input projection, as functions of tensors."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambakit.compat.arguments import check_activation, in_one_precision, step_size
+from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
+from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from mambakit.compat.mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+from mambakit.compat.packing import from_rows, packed, segments_of, to_rows
+from mambakit.ops.shapes import bind
+from mambakit.ops.ssd import ssd
+
+__all__ = [
+    "mamba_chunk_scan",
+    "mamba_chunk_scan_combined",
+    "mamba_conv1d_scan_ref",
+    "mamba_split_conv1d_scan_combined",
+    "mamba_split_conv1d_scan_ref",
+    "ssd_chunk_scan_combined_ref",
+    "ssd_selective_scan",
+]
+
+ALL_STEPS = (0.0, float("inf"))
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = ALL_STEPS,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> Any:
+    """`out` (b, s, h, p), then the states asked for: final ones (b, h, p, r), one per packed sequence (n, h, p, r).
+
+    `x`, `z` are (b, s, h, p), `dt` (b, s, h), `A`, `dt_bias` (h), `B`, `C` (b, s, g, r), `D` (h) or (h, p),
+    `initial_states` (b, h, p, r), `seq_idx` (b, s). As officially, `initial_states` belong to sequences with the id 0.
+    `chunk_size` and `state_dtype` have no effect: chunks are as long as suits the sizes, states at least float32.
+    """
+    if return_varlen_states and cu_seqlens is None:
+        raise ValueError("return_varlen_states=True needs cu_seqlens, the bounds of the packed sequences")
+    dtype = x.dtype
+    x, dt, A, B, C, D, z, dt_bias, initial_states = in_one_precision(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    size = bind(x_bshp=x, dt_bsh=dt, A_h=A, B_bsgr=B, C_bsgr=C, z_bshp=z, dt_bias_h=dt_bias)
+    bind(x_bshp=x, B_bsgr=B, initial_states_bhpr=initial_states)
+    dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
+    da = dt * A
+    if seq_idx is not None and initial_states is not None and size.s:
+        initial_states = initial_states * (seq_idx[:, 0] == 0)[:, None, None, None]
+    # The core takes x, B and C in one dtype.
+    like = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
+    sequence = (x.to(like), B.to(like), C.to(like), da, dt)
+    if cu_seqlens is None:
+        segments_bs = segments_of(seq_idx, size.b, size.s)
+        y, final_states = scan(*sequence, initial_states, segments_bs)
+        varlen_states = None
+    else:
+        y, final_states, varlen_states = scan_packed(sequence, initial_states, cu_seqlens, seq_idx)
+    if D is not None:
+        bind(x_bshp=x, **{"D_h" if D.dim() == 1 else "D_hp": D})
+        y = y + (D[:, None] if D.dim() == 1 else D) * x
+    y = y if z is None else y * F.silu(z.to(torch.promote_types(z.dtype, torch.float32)))
+    states = [final_states] if return_final_states else []
+    states += [varlen_states] if return_varlen_states else []
+    return (y.to(dtype), *states) if states else y.to(dtype)
+
+
+def scan(
+    x_bshp: Tensor,
+    b_bsgr: Tensor,
+    c_bsgr: Tensor,
+    da_bsh: Tensor,
+    dt_bsh: Tensor,
+    state_bhpr: Tensor | None,
+    segments_bs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's filling of the core."""
+    v_bsmhp, b_bsmgr, c_bsmgr = (t[:, :, None] for t in (x_bshp, b_bsgr, c_bsgr))
+    entering = (da_bsh, dt_bsh, dt_bsh, state_bhpr)
+    y_bsmhp, leaving_bhpr = ssd(v_bsmhp, b_bsmgr, c_bsmgr, *entering, segments_bs=segments_bs)
+    return y_bsmhp[:, :, 0], leaving_bhpr
+
+
+def scan_packed(
+    sequence: tuple[Tensor, ...], state_1hpr: Tensor | None, cu_seqlens: Tensor, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every packed sequence in a row of its own, beyond whose end a step size of zero changes nothing."""
+    layout = packed(sequence[0], cu_seqlens, seq_idx)
+    if state_1hpr is not None:
+        first_r = torch.arange(len(layout.lengths_r), device=state_1hpr.device) == 0
+        state_1hpr = state_1hpr * first_r[:, None, None, None]
+    y_rlhp, state_rhpr = scan(*(to_rows(layout, t) for t in sequence), state_1hpr)  # type: ignore[misc]
+    return from_rows(layout, y_rlhp, sequence[0].shape[1]), state_rhpr[-1:], state_rhpr
+
+
+def mamba_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> Tensor:
+    return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus=dt_softplus)
+
+
+ssd_chunk_scan_combined_ref = mamba_chunk_scan
+
+
+def ssd_selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = ALL_STEPS,
+) -> Tensor:
+    """The same scan by Mamba-1's, which also takes `dt` (b, s, h, p), `dt_bias` (h, p) and `A` (h p, r)."""
+    heads, p = x.shape[2:]
+
+    def per_channel(t: Tensor | None, axes: int) -> Tensor | None:
+        """`[.., h]` or `[.., h, p]`, of `axes` axes without p, to `[.., h p]`."""
+        if t is None:
+            return None
+        return (t[..., None].expand(*t.shape, p) if t.dim() == axes else t).flatten(-2)
+
+    dt_bsi, bias_i = per_channel(dt, 3), per_channel(dt_bias, 1)
+    assert dt_bsi is not None
+    dt_bsi = step_size(dt_bsi, bias_i, dt_softplus, dt_limit)
+    A = A[:, None, None].expand(heads, p, B.shape[-1]).flatten(0, 1) if A.dim() == 1 else A
+    args = (x.flatten(2).mT, dt_bsi.mT, A, B.permute(0, 2, 3, 1), C.permute(0, 2, 3, 1), per_channel(D, 1))
+    y = selective_scan_fn(*args, None if z is None else z.flatten(2).mT)
+    return y.mT.unflatten(-1, (heads, p))
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = ALL_STEPS,
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+) -> Any:
+    """A Mamba-2 block after its input projection: `out`, or `(out, final_states)`.
+
+    `zxbcdt` (b, s, ..) holds the gated MLP's part if there is one, z, x, B, C and dt. Without `rmsnorm_weight` the gate
+    is applied alone, without `outproj_weight` the inner channels are returned.
+    """
+    check_activation(activation)
+    if D.dim() == 1 and headdim is None:
+        raise ValueError("headdim has to be given when D has one entry per head")
+    if outproj_bias is not None and outproj_weight is None:
+        raise ValueError("outproj_bias was given without outproj_weight")
+    heads = D.shape[0]
+    p = headdim if D.dim() == 1 else D.shape[1]
+    assert p is not None
+    width, groups2r = heads * p, conv1d_weight.shape[0] - heads * p
+    mlp, odd = divmod(zxbcdt.shape[-1] - 2 * width - groups2r - heads, 2)
+    if groups2r < 0 or groups2r % (2 * ngroups) or mlp < 0 or odd:
+        raise ValueError(
+            f"zxbcdt is {zxbcdt.shape[-1]} wide and conv1d_weight has {conv1d_weight.shape[0]} channels, which do not "
+            f"fit {heads} heads of {p} channels and {ngroups} groups"
+        )
+    z_mlp, x_mlp, z, xBC, dt = zxbcdt.split((mlp, mlp, width, width + groups2r, heads), dim=-1)
+    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation)
+    assert isinstance(xBC, Tensor)
+    x, B, C = xBC.mT.split((width, groups2r // 2, groups2r // 2), dim=-1)
+    x, z_heads = (t.unflatten(-1, (heads, p)) for t in (x, z))
+    B, C = (t.unflatten(-1, (ngroups, -1)) for t in (B, C))
+    y, final_states = mamba_chunk_scan_combined(
+        *(x, dt, A, B, C, chunk_size, D),
+        z=z_heads if rmsnorm_weight is None else None,
+        dt_bias=dt_bias,
+        initial_states=initial_states,
+        seq_idx=seq_idx,
+        dt_softplus=True,
+        dt_limit=dt_limit,
+        return_final_states=True,
+    )
+    out = y.flatten(-2)
+    if rmsnorm_weight is not None:
+        out = rmsnorm_fn(out, rmsnorm_weight, None, z, rmsnorm_eps, width // ngroups, norm_before_gate)
+    if mlp:
+        out = torch.cat((F.silu(z_mlp) * x_mlp, out), dim=-1)
+    if outproj_weight is not None:
+        out = F.linear(out, outproj_weight, outproj_bias)
+    return (out, final_states) if return_final_states else out
+
+
+def mamba_split_conv1d_scan_ref(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    dt_limit: tuple[float, float] = ALL_STEPS,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """The function above without states. With several groups the official reference norms over all of them instead."""
+    block = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, None, None, dt_limit, False, activation)
+    after = (rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias, headdim, ngroups, norm_before_gate)
+    return mamba_split_conv1d_scan_combined(*block, *after)
+
+
+def mamba_conv1d_scan_ref(
+    xBC: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt: Tensor,
+    A: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = ALL_STEPS,
+    activation: str | None = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+) -> Tensor:
+    """Convolution and scan of `xBC` (b, s, ..): `out` (b, s, h p)."""
+    heads = dt.shape[2]
+    if z is not None:
+        headdim = z.shape[-1] // heads
+    elif D is not None and D.dim() == 2:
+        headdim = D.shape[1]
+    if headdim is None:
+        raise ValueError("headdim has to be given when neither z nor a D of two axes shows it")
+    xBC_conv = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, activation=activation)
+    assert isinstance(xBC_conv, Tensor)
+    width = heads * headdim
+    x, B, C = xBC_conv.mT.split((width, *[(xBC.shape[-1] - width) // 2] * 2), dim=-1)
+    x, z = (None if t is None else t.unflatten(-1, (heads, headdim)) for t in (x, z))
+    B, C = (t.unflatten(-1, (ngroups, -1)) for t in (B, C))
+    assert x is not None
+    return ssd_selective_scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit).flatten(-2)

@@ -1,0 +1,50 @@
+"""Packed sequences in the official words: `seq_idx` names each token's, `cu_seqlens` their bounds."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambakit.blocks.rows import Layout, check_packing, lay_out
+
+
+def segments_of(seq_idx: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Ids that never decrease. The official ones may: only where they change counts."""
+    if seq_idx is None:
+        return None
+    if tuple(seq_idx.shape) != (batch, length):
+        raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected {(batch, length)}: one id per token")
+    if seq_idx.is_floating_point() or seq_idx.dtype == torch.bool:
+        raise ValueError(f"seq_idx has to hold integer ids, got {seq_idx.dtype}")
+    if length < 2:
+        return seq_idx.long()
+    return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(1)
+
+
+def packed(x_bsX: Tensor, cu_seqlens: Tensor, seq_idx: Tensor | None = None) -> Layout:
+    """Where the sequences of a batch of one lie in rows of their own. `seq_idx`, if given, has to say the same."""
+    rows = check_packing(cu_seqlens, x_bsX)
+    b, s = x_bsX.shape[:2]
+    segments_bs = segments_of(seq_idx, b, s)
+    if segments_bs is not None and s > 1:
+        starts_s = torch.zeros(s + 1, dtype=torch.bool, device=x_bsX.device)
+        starts_s[cu_seqlens.to(x_bsX.device).long()] = True
+        if not torch.equal(segments_bs[0].diff() > 0, starts_s[1:-1]):
+            raise ValueError("seq_idx and cu_seqlens disagree about where sequences start")
+    return lay_out(None, cu_seqlens, b, s, rows, x_bsX.device)
+
+
+def to_rows(layout: Layout, x_bsX: Tensor) -> Tensor:
+    """A row per sequence, zero beyond its tokens; any axes after batch and time."""
+    return layout.gather(x_bsX.flatten(2)).unflatten(2, x_bsX.shape[2:])
+
+
+def from_rows(layout: Layout, y_rlX: Tensor, length: int) -> Tensor:
+    """Back to a batch of one."""
+    return layout.scatter(y_rlX.flatten(2), 1, length).unflatten(2, y_rlX.shape[2:])
+
+
+def last_in_rows(layout: Layout, x_rlX: Tensor) -> Tensor:
+    """The entry of each row's last token, zero for a row without any."""
+    last_r = (layout.lengths_r - 1).clamp(min=0)
+    x_rX = x_rlX[torch.arange(len(last_r), device=last_r.device), last_r]
+    return x_rX * (layout.lengths_r > 0).view(-1, *[1] * (x_rX.dim() - 1))
