@@ -5,6 +5,7 @@ them all. Here each map becomes a leaf of its own that shares memory with its ro
 weight, and the forward does not change. Backward passes hand the gradient of the weight over to its maps.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,9 @@ MUON = {
 }
 
 
-def param_groups(module: nn.Module, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
+def param_groups(
+    module: nn.Module, *, weight_decay: float = 0.1, muon: bool = False, hooks: bool = True
+) -> list[dict[str, Any]]:
     """Every trainable parameter of `module` in exactly one group, ready for `torch.optim`.
 
     A group says with `"optimizer"` what it is meant for: `"adamw"` or, with `muon=True`, `"muon"`. Nothing but matrices
@@ -29,9 +32,11 @@ def param_groups(module: nn.Module, *, weight_decay: float = 0.1, muon: bool = F
 
     With `muon=True` the projections that a block names in `independent_maps` are split into their maps. Those of a
     fused weight are leaves that share its memory and receive its gradient, while its own `grad` is None after a
-    backward pass. So clear, clip and, over several processes, average gradients by the groups, not by
-    `module.parameters()`. Calling again returns the same leaves; `muon=False` makes the fused weights ordinary
-    parameters again.
+    backward pass. So clear and clip gradients by the groups, not by `module.parameters()`. Calling again returns the
+    same leaves; `muon=False` makes the fused weights ordinary parameters again.
+
+    With `hooks=False` gradients stay on the fused weights, where DistributedDataParallel averages them, until the
+    caller moves them: `hand_over(weight.grad, maps_of(weight).values())`.
     """
     muon_maps: list[Tensor] = []
     decaying: list[Tensor] = []
@@ -39,7 +44,7 @@ def param_groups(module: nn.Module, *, weight_decay: float = 0.1, muon: bool = F
     projections = _projections(module) if muon else {}
     for parameter, decays in _trainable(module).items():
         if parameter in projections:
-            for name, leaf in _split(parameter, projections[parameter]).items():
+            for name, leaf in _split(parameter, projections[parameter], hooks).items():
                 (decaying if name in ADAMW_MAPS else muon_maps).append(leaf)
         else:
             _join(parameter)
@@ -50,6 +55,22 @@ def param_groups(module: nn.Module, *, weight_decay: float = 0.1, muon: bool = F
         {"params": constant, "weight_decay": 0.0, "optimizer": "adamw"},
     ]
     return [group for group in groups if group["params"]]
+
+
+def maps_of(weight: nn.Parameter) -> dict[str, nn.Parameter]:
+    """The leaves that `param_groups(muon=True)` split `weight` into, by name, in the order of its rows; {} if none."""
+    maps = _MAPS.get(weight)
+    return {} if maps is None else dict(maps.leaves)
+
+
+def hand_over(grad: Tensor, leaves: Iterable[nn.Parameter]) -> None:
+    """Give a weight's gradient to the leaves that hold its rows in order, added to what they have."""
+    leaves = list(leaves)
+    for leaf, part in zip(leaves, grad.split([len(leaf) for leaf in leaves]), strict=True):
+        if leaf.grad is None:
+            leaf.grad = part
+        else:
+            leaf.grad += part
 
 
 def _trainable(module: nn.Module) -> dict[nn.Parameter, bool]:
@@ -84,13 +105,13 @@ def _projections(module: nn.Module) -> dict[nn.Parameter, dict[str, int]]:
 
 
 class _Maps:
-    """The leaves of one weight. As a hook of the weight it hands the gradient over to them."""
+    """The leaves of one weight. As a hook of the weight it hands its gradient over to them."""
 
-    def __init__(self, weight: nn.Parameter, rows: dict[str, int]):
-        self.rows = rows
+    def __init__(self, weight: nn.Parameter, rows: dict[str, int], hooks: bool):
+        self.rows, self.hooks = rows, hooks
         parts = weight.detach().split(list(rows.values()))
         self.leaves = {name: nn.Parameter(part) for name, part in zip(rows, parts, strict=True)}
-        self.handle = weight.register_post_accumulate_grad_hook(self)
+        self.handle = weight.register_post_accumulate_grad_hook(self) if hooks else None
 
     def __call__(self, weight: Tensor) -> None:
         if not self.share_memory_with(weight):
@@ -99,11 +120,7 @@ class _Maps:
                 "call param_groups() again and make a new optimizer"
             )
         assert weight.grad is not None  # the hook runs after it has been accumulated
-        for leaf, grad in zip(self.leaves.values(), weight.grad.split(list(self.rows.values())), strict=True):
-            if leaf.grad is None:
-                leaf.grad = grad
-            else:
-                leaf.grad += grad
+        hand_over(weight.grad, self.leaves.values())
         weight.grad = None
 
     def share_memory_with(self, weight: Tensor) -> bool:
@@ -114,20 +131,20 @@ class _Maps:
 _MAPS = WeakIdKeyDictionary()
 
 
-def _split(weight: nn.Parameter, rows: dict[str, int]) -> dict[str, nn.Parameter]:
+def _split(weight: nn.Parameter, rows: dict[str, int], hooks: bool) -> dict[str, nn.Parameter]:
     """The leaves of `weight`, the same at every call as long as they share its memory; itself if it is one map."""
     maps = _MAPS.get(weight)
-    if maps is not None and maps.rows == rows and maps.share_memory_with(weight):
+    if maps is not None and (maps.rows, maps.hooks) == (rows, hooks) and maps.share_memory_with(weight):
         return maps.leaves
     _join(weight)
     if len(rows) == 1:
         return dict.fromkeys(rows, weight)
-    _MAPS[weight] = maps = _Maps(weight, rows)
+    _MAPS[weight] = maps = _Maps(weight, rows, hooks)
     return maps.leaves
 
 
 def _join(weight: nn.Parameter) -> None:
     """Undo `_split`: the weight keeps its gradients again."""
     maps = _MAPS.pop(weight, None)
-    if maps is not None:
+    if maps is not None and maps.handle is not None:
         maps.handle.remove()

@@ -1,0 +1,1 @@
+"""Training language models: text, batches, schedules, the loop, checkpoints of runs; see docs/training.md."""
