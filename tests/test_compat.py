@@ -1,0 +1,211 @@
+"""`install`, `python -m mambakit.compat`, and which names there are."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mambakit.compat import install, uninstall
+from mambakit.compat.__main__ import main
+from mambakit.compat.finder import CompatFinder
+
+ROOT = Path(__file__).parents[1]
+GALLERY = sorted((ROOT / "examples" / "gallery").glob("*.py"))
+MAMBA3 = "mamba_ssm.ops.triton.mamba3"
+
+# What code in the wild imports, module by module.
+NAMES = {
+    "mamba_ssm": "Mamba Mamba2 Mamba3 MambaLMHeadModel mamba_inner_fn selective_scan_fn __version__",
+    "mamba_ssm.modules.mamba_simple": "Mamba Block causal_conv1d_fn selective_scan_fn mamba_inner_fn",
+    "mamba_ssm.modules.mamba2": "Mamba2",
+    "mamba_ssm.modules.mamba2_simple": "Mamba2Simple",
+    "mamba_ssm.modules.mamba3": "Mamba3 heavy_tail_activation",
+    "mamba_ssm.modules.block": "Block",
+    "mamba_ssm.modules.mlp": "GatedMLP",
+    "mamba_ssm.modules.mha": "MHA",
+    "mamba_ssm.modules.ssd_minimal": "ssd_minimal_discrete segsum segsum_unstable",
+    "mamba_ssm.models.config_mamba": "MambaConfig",
+    "mamba_ssm.models.mixer_seq_simple": "MambaLMHeadModel MixerModel create_block _init_weights",
+    "mamba_ssm.ops.selective_scan_interface": "selective_scan_fn selective_scan_ref mamba_inner_fn mamba_inner_ref",
+    "mamba_ssm.ops.triton.layernorm": "RMSNorm layer_norm_fn rms_norm_fn layer_norm_ref rms_norm_ref",
+    "mamba_ssm.ops.triton.layer_norm": "RMSNorm layer_norm_fn rms_norm_fn layer_norm_linear_fn layer_norm_ref",
+    "mamba_ssm.ops.triton.layernorm_gated": "RMSNorm LayerNorm rmsnorm_fn layernorm_fn rms_norm_ref",
+    "mamba_ssm.ops.triton.selective_state_update": "selective_state_update selective_state_update_ref",
+    "mamba_ssm.ops.triton.ssd_combined": (
+        "mamba_chunk_scan_combined mamba_split_conv1d_scan_combined mamba_chunk_scan ssd_selective_scan "
+        "mamba_split_conv1d_scan_ref mamba_conv1d_scan_ref ssd_chunk_scan_combined_ref"
+    ),
+    f"{MAMBA3}.mamba3_siso_combined": "mamba3_siso_combined",
+    f"{MAMBA3}.mamba3_siso_step": "mamba3_siso_step",
+    f"{MAMBA3}.mamba3_mimo_rotary_step": "apply_rotary_qk_inference_fwd apply_rotary_qk_inference_reference",
+    f"{MAMBA3}.angle_dt": "angle_dt_fwd",
+    "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo": "mamba3_mimo",
+    "mamba_ssm.ops.cute.mamba3.mamba3_step_fn": "mamba3_step_fn",
+    "mamba_ssm.utils.generation": "InferenceParams GenerationMixin decode sample",
+    "mamba_ssm.utils.hf": "load_config_hf load_state_dict_hf",
+    "causal_conv1d": "causal_conv1d_fn causal_conv1d_update __version__",
+    "causal_conv1d.causal_conv1d_interface": "causal_conv1d_fn causal_conv1d_ref causal_conv1d_update_ref",
+    "causal_conv1d.causal_conv1d_varlen": "causal_conv1d_varlen_states causal_conv1d_varlen_states_ref",
+}
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    """The official names for one test, and whatever there was before it afterwards."""
+    install()
+    yield
+    uninstall()
+
+
+def official(module: str, name: str):
+    """A name as a script would import it."""
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names(module):
+    for name in NAMES[module].split():
+        assert official(module, name) is not None
+
+
+def test_a_module_has_two_names_and_one_self():
+    alias = importlib.import_module("mamba_ssm.modules.mamba2")
+    own = importlib.import_module("mambakit.compat.mamba_ssm.modules.mamba2")
+    assert alias is own
+    assert own.__spec__.name == own.__name__ == "mambakit.compat.mamba_ssm.modules.mamba2"
+    assert official("mamba_ssm", "Mamba2") is own.Mamba2
+    assert importlib.util.find_spec("mamba_ssm") is not None
+
+
+def test_installing_twice_is_installing_once():
+    assert install() == install() == ("mamba_ssm", "causal_conv1d")
+    assert sum(isinstance(finder, CompatFinder) for finder in sys.meta_path) == 1
+
+
+def test_after_uninstall_the_names_are_gone():
+    importlib.import_module("mamba_ssm.ops")
+    uninstall()
+    with pytest.raises(ModuleNotFoundError, match="No module named 'mamba_ssm'"):
+        importlib.import_module("mamba_ssm")
+    assert importlib.util.find_spec("causal_conv1d") is None
+
+
+@pytest.mark.parametrize("name", ["mamba_ssm.ops.triton.ssd_bmm", "mamba_ssm.distributed.tensor_parallel"])
+def test_other_modules_say_that_they_are_not_covered(name):
+    with pytest.raises(ModuleNotFoundError, match=r"not covered by mambakit.compat.*docs/compat.md"):
+        importlib.import_module(name)
+
+
+def test_names_of_forks_say_whose_they_are():
+    module = importlib.import_module("mamba_ssm.ops.selective_scan_interface")
+    with pytest.raises(ImportError, match=r"bimamba_inner_fn belongs to a modified copy"):
+        exec("from mamba_ssm.ops.selective_scan_interface import bimamba_inner_fn")
+    with pytest.raises(ImportError, match="cannot import name 'unheard_of'"):
+        exec("from mamba_ssm.ops.selective_scan_interface import unheard_of")
+    assert not hasattr(module, "unheard_of")
+
+
+@pytest.fixture
+def real(tmp_path, monkeypatch):
+    """A package `mamba_ssm` on the path, as if it were installed."""
+    uninstall()
+    (tmp_path / "mamba_ssm").mkdir()
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("Mamba = 'the real one'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    uninstall()
+    sys.modules.pop("mamba_ssm", None)
+
+
+def test_a_real_package_is_not_hidden(real):
+    assert install() == ("causal_conv1d",)
+    assert official("mamba_ssm", "Mamba") == "the real one"
+    assert official("causal_conv1d", "__version__")
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_real_package_is_hidden_by_force(real, imported):
+    if imported:
+        assert official("mamba_ssm", "Mamba") == "the real one"
+        assert install() == ("causal_conv1d",)
+    assert install(force=True) == ("mamba_ssm", "causal_conv1d")
+    assert official("mamba_ssm", "Mamba").__name__ == "Mamba"
+    uninstall()
+    assert official("mamba_ssm", "Mamba") == "the real one"
+
+
+def test_a_folder_of_that_name_is_no_package(real):
+    (real / "mamba_ssm" / "__init__.py").unlink()
+    importlib.invalidate_caches()
+    assert install() == ("mamba_ssm", "causal_conv1d")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`python -m mambakit.compat` in this process: exit code and what it printed."""
+
+    def call(*arguments, cwd):
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "path", [str(cwd), *sys.path])
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        code = 0
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            code = stopped.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+SCRIPT = "import sys, beside\nfrom mamba_ssm import Mamba\nprint(__name__, sys.argv, beside.x, Mamba.__name__)\n"
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_running_a_script(tmp_path, as_module):
+    """In a process of its own, from another folder than the script's."""
+    folder = tmp_path / "somewhere"
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "beside.py").write_text("x = 5\n")
+    target = ["-m", "script"] if as_module else [str(folder / "script.py")]
+    command = [sys.executable, "-m", "mambakit.compat", *target, "--lr", "3"]
+    cwd = folder if as_module else tmp_path
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"__main__ {[str(folder / 'script.py'), '--lr', '3']} 5 Mamba\n"
+
+
+def test_running_beside_a_real_package(real, run):
+    (real / "script.py").write_text("from mamba_ssm import Mamba\nprint(Mamba)\n")
+    code, out, err = run(real / "script.py", cwd=real)
+    assert (code, out) == (0, "the real one\n")
+    assert "using the installed mamba_ssm; --force hides it" in err
+    _, out, err = run("--force", real / "script.py", cwd=real)
+    assert "mambakit.compat.mamba_ssm" in out
+    assert not err
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--force"], ["absent.py"]])
+def test_running_nothing(tmp_path, run, arguments):
+    code, _, err = run(*arguments, cwd=tmp_path)
+    assert code == 2
+    assert "usage: python -m mambakit.compat" in err
+
+
+def test_help(tmp_path, run):
+    code, out, _ = run("--help", cwd=tmp_path)
+    assert code == 0
+    assert "usage:" in out
+
+
+@pytest.mark.parametrize("script", GALLERY, ids=lambda script: script.name)
+def test_gallery(script, tmp_path, run):
+    """Each imports official names only, and runs as it stands."""
+    assert "mambakit" not in script.read_text("utf-8").split('"""', 2)[2], "the script does not know mambakit"
+    code, out, err = run(script, cwd=tmp_path)
+    assert code == 0, err
+    assert out.strip()
