@@ -1,6 +1,7 @@
 """The processes of a run: who they are, what they share, and how the model lies on them."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -68,6 +69,8 @@ class Ranks:
         """With "fsdp", leave a share of each parameter on each rank. Parameters are new objects afterwards."""
         if self.parallel != "fsdp":
             return
+        # Nothing writes into the logits, which are a part of the padded ones.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = init_device_mesh(self.device.type, (self.world,))
         for layer in model.backbone.layers:
             fully_shard(layer, mesh=mesh)
@@ -76,7 +79,11 @@ class Ranks:
 
     def averaging(self, objective: nn.Module) -> nn.Module:
         """The module to call for losses whose gradients are to be averaged over the ranks."""
-        return DistributedDataParallel(objective) if self.parallel == "ddp" else objective
+        if self.parallel != "ddp":
+            return objective
+        # True of a few small parameters, and costs a copy of each.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        return DistributedDataParallel(objective)
 
     def without_averaging(self, objective: nn.Module) -> AbstractContextManager[Any]:
         """For all but the last of several backward passes, whose sum is averaged once."""

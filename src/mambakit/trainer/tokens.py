@@ -130,3 +130,10 @@ def _read_tokenizer(path: Path) -> Any:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
         raise ValueError(f"{path} is not a file of the tokenizers package: {error}") from error
+
+
+def copy_description(source: Path, target: Path) -> None:
+    """Take along what a model's directory says of its text, if it does."""
+    for name in (TEXT, TOKENIZER):
+        if (source / name).is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,50 @@
+"""`mambakit convert SRC DST --format ...`."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from mambakit.checkpoints import load_model, save_model
+from mambakit.checkpoints.formats import FORMATS
+from mambakit.trainer.run import MODEL
+from mambakit.trainer.tokens import copy_description
+
+EXAMPLE = "mambakit convert run/model exported --format official"
+ALIASES = {"hf": "transformers"}
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="a checkpoint's folder in any format, or its name on the hub")
+    parser.add_argument("target", metavar="DST", help="a new or empty folder, or one with a checkpoint to replace")
+    parser.add_argument("--format", choices=(*FORMATS, *ALIASES), required=True, help="hf is transformers")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+    parser.add_argument("--a-activation", choices=("heavy_tail", "softplus"), help="of official Mamba-3 weights")
+    parser.add_argument("--norm-group-size", type=int, metavar="N", help="of Mamba-2 weights of transformers")
+    parser.add_argument("--max-shard-bytes", type=int, metavar="N", help="divide the weights into files of this size")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    source = model_folder(args.source)
+    model = load_model(
+        source,
+        dtype=None if args.dtype is None else getattr(torch, args.dtype),
+        a_activation=args.a_activation,
+        norm_group_size=args.norm_group_size,
+    )
+    format: str = ALIASES.get(args.format) or args.format
+    save_model(model, args.target, format, max_shard_bytes=args.max_shard_bytes)
+    copy_description(Path(source), Path(args.target))
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if args.json:
+        print(json.dumps({"target": args.target, "format": format, "parameters": size}))
+    else:
+        print(f"{size:,} parameters in the format {format!r}: {args.target}")
+
+
+def model_folder(name: str) -> str:
+    """The folder itself, or the model of a run."""
+    return str(Path(name, MODEL)) if Path(name, MODEL, "config.json").is_file() else name

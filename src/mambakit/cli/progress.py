@@ -1,0 +1,166 @@
+"""How a training run is shown: a moving line in a terminal, plain lines elsewhere, and TensorBoard's log."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mambakit.trainer.loop import Step
+from mambakit.trainer.run import Watch
+from mambakit.trainer.settings import TrainSettings
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Pace:
+    """Tokens per second and time left, from the steps alone: evaluations and saving come between them."""
+
+    def __init__(self, settings: TrainSettings):
+        self._settings = settings
+        self._seconds_per_step: float | None = None
+        self._since = time.perf_counter()
+
+    def step(self, number: int) -> tuple[float, float]:
+        """Tokens per second, and the seconds that the steps after `number` will take."""
+        now = time.perf_counter()
+        took, self._since = now - self._since, now
+        before = took if self._seconds_per_step is None else self._seconds_per_step
+        self._seconds_per_step = 0.95 * before + 0.05 * took
+        left = (self._settings.steps - number) * self._seconds_per_step
+        return self._settings.tokens_per_step / self._seconds_per_step, left
+
+    def pause(self) -> None:
+        self._since = time.perf_counter()
+
+
+class Lines:
+    """A line every few seconds, for logs and pipes."""
+
+    def __init__(self, settings: TrainSettings, bits_per_nat: float):
+        self._settings, self._bits = settings, bits_per_nat
+        self._pace = Pace(settings)
+        self._shown = time.perf_counter()
+
+    def step(self, step: Step) -> None:
+        rate, left = self._pace.step(step.number)
+        now = time.perf_counter()
+        if step.number in (1, self._settings.steps) or now - self._shown >= SECONDS_BETWEEN_LINES:
+            self._shown = now
+            self._say(
+                f"step {step.number}/{self._settings.steps}  loss {step.loss:.3f}  "
+                f"{step.loss * self._bits:.3f} bits/byte  {rate:,.0f} tokens/s  {minutes(left)} left"
+            )
+
+    def evaluation(self, step: int, bits_per_byte: float) -> None:
+        self._say(f"step {step}/{self._settings.steps}  held-out text: {bits_per_byte:.3f} bits/byte")
+        self._pace.pause()
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def close(self) -> None:
+        pass
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Bar:
+    """A moving line in a terminal."""
+
+    def __init__(self, settings: TrainSettings, bits_per_nat: float):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._bits, self._pace = bits_per_nat, Pace(settings)
+        self._steps, self._held_out = settings.steps, ""
+        columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task("", total=settings.steps, figures="")
+        self._progress.start()
+
+    def step(self, step: Step) -> None:
+        rate, left = self._pace.step(step.number)
+        figures = (
+            f"loss {step.loss:.3f}  {step.loss * self._bits:.3f} bits/byte{self._held_out}  "
+            f"{rate:,.0f} tokens/s  {minutes(left)} left"
+        )
+        self._progress.update(self._task, completed=step.number, figures=figures)
+
+    def evaluation(self, step: int, bits_per_byte: float) -> None:
+        self._held_out = f" (held-out {bits_per_byte:.3f})"
+        self._progress.console.print(f"step {step}: held-out text at {bits_per_byte:.3f} bits/byte", highlight=False)
+        self._pace.pause()
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class TensorBoard:
+    """Curves for `tensorboard --logdir`. Going on from a step, what came after it is hidden."""
+
+    def __init__(self, folder: Path, step: int, bits_per_nat: float):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("--tensorboard needs the tensorboard package: pip install 'mambakit[cli]'") from error
+        self._writer, self._bits = SummaryWriter(str(folder), purge_step=step + 1), bits_per_nat
+
+    def step(self, step: Step) -> None:
+        self._writer.add_scalar("train/loss", step.loss, step.number)
+        self._writer.add_scalar("train/bits_per_byte", step.loss * self._bits, step.number)
+        self._writer.add_scalar("train/lr", step.lr, step.number)
+        self._writer.add_scalar("train/gradient_norm", step.norm, step.number)
+
+    def evaluation(self, step: int, bits_per_byte: float) -> None:
+        self._writer.add_scalar("held_out/bits_per_byte", bits_per_byte, step)
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class All:
+    """Several at once; closed at the end of a `with`."""
+
+    def __init__(self, watches: Sequence[Any]):
+        self._watches = watches
+
+    def step(self, step: Step) -> None:
+        for watch in self._watches:
+            watch.step(step)
+
+    def evaluation(self, step: int, bits_per_byte: float) -> None:
+        for watch in self._watches:
+            watch.evaluation(step, bits_per_byte)
+
+    def note(self, text: str) -> None:
+        for watch in self._watches:
+            watch.note(text)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for watch in self._watches:
+            watch.close()
+
+
+def progress(settings: TrainSettings, bits_per_nat: float) -> Lines | Bar:
+    """A bar where there is a terminal and the rich package, else lines."""
+    if sys.stderr.isatty():
+        try:
+            return Bar(settings, bits_per_nat)
+        except ImportError:
+            pass
+    return Lines(settings, bits_per_nat)
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
