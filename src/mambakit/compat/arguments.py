@@ -43,14 +43,12 @@ def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tensors)
 
 
-def step_size(
-    dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[float, float] = (0.0, float("inf"))
-) -> Tensor:
+def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:
     """`clamp(softplus(dt + bias), limit)` in at least float32, `bias` along the last axes of `dt`."""
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
     dt = dt if bias is None else dt + bias
     dt = softplus(dt) if is_softplus else dt
-    return dt if tuple(limit) == (0.0, float("inf")) else dt.clamp(*limit)
+    return dt if limit is None else dt.clamp(*limit)
 
 
 def pair(low_high: Iterable[float]) -> tuple[float, float]:

@@ -149,7 +149,8 @@ def ssd_selective_scan(
 
     dt_bsi, bias_i = per_channel(dt, 3), per_channel(dt_bias, 1)
     assert dt_bsi is not None
-    dt_bsi = step_size(dt_bsi, bias_i, dt_softplus, dt_limit)
+    # As officially, without a limit of its own a negative step passes here.
+    dt_bsi = step_size(dt_bsi, bias_i, dt_softplus, None if tuple(dt_limit) == ALL_STEPS else dt_limit)
     A = A[:, None, None].expand(heads, p, B.shape[-1]).flatten(0, 1) if A.dim() == 1 else A
     args = (x.flatten(2).mT, dt_bsi.mT, A, B.permute(0, 2, 3, 1), C.permute(0, 2, 3, 1), per_channel(D, 1))
     y = selective_scan_fn(*args, None if z is None else z.flatten(2).mT)
