@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks import rows
+from mambakit.blocks import fused_step, rows
 from mambakit.blocks.config import Config, check_positive
 from mambakit.blocks.layers import CausalConv1d, Linear, convolve, init_dt_bias, mark
 from mambakit.ops.activations import softplus
@@ -126,7 +126,10 @@ class Mamba1(rows.Block[Mamba1Cache]):
         if path is not None:
             raise ValueError(f"Mamba-1 has one scan and takes no path, got {path}")
         r = self.config.state_rank
-        x_bsi, z_bsi = self.in_proj(x_bsd).chunk(2, dim=-1)
+        projected_bsX = self.in_proj(x_bsd)
+        if fused := fused_step.mamba1(self, projected_bsX, cache, segments_bs, lengths_b):
+            return fused
+        x_bsi, z_bsi = projected_bsX.chunk(2, dim=-1)
         x_bsi, window_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, segments_bs, lengths_b)
         x_bsi = F.silu(x_bsi)
         dt_bsR, b_bsr, c_bsr = self.x_proj(x_bsi).split((self.config.dt_width, r, r), dim=-1)

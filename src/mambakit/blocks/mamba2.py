@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks import rows
+from mambakit.blocks import fused_step, rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, Linear, convolve, init_dt_bias, mark
 from mambakit.ops.activations import softplus
@@ -159,7 +159,10 @@ class Mamba2(rows.Block[Mamba2Cache]):
     ) -> tuple[Tensor, Mamba2Cache]:
         config = self.config
         width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
-        z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = self.in_proj(x_bsd).split(
+        projected_bsX = self.in_proj(x_bsd)
+        if fused := fused_step.mamba2(self, projected_bsX, cache, path, segments_bs, lengths_b):
+            return fused
+        z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = projected_bsX.split(
             (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
         )
         xbc_bsv, window_bvk = convolve(self.conv1d, xbc_bsv, cache.conv_bvk, segments_bs, lengths_b)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks import rows
+from mambakit.blocks import fused_step, rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.layers import Linear, RMSNorm, init_dt_bias, last_token, mark
@@ -243,7 +243,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
         """What `step` converges to when the same token comes for ever."""
         rows.check_token(self, x_bd)
         rows.check_input(self, x_bd[:, None])
-        token = self.project(x_bd[:, None], None)
+        token = self.describe(self.in_proj(x_bd[:, None]), None)
         v_bsmhp = self.expand(token.x_bshp, "mimo_x")
         wide_b, wide_c = (t.to(token.dt_bsh.dtype) for t in (token.b_bsmhr, token.c_bsmhr))
         answer_bsmhr = response(self.config, wide_b, token.dt_bsh, token.da_bsh, token.lambda_bsh, token.rot_bsR)
@@ -259,7 +259,10 @@ class Mamba3(rows.Block[Mamba3Cache]):
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:
-        token = self.project(x_bsd, lengths_b)
+        projected_bsX = self.in_proj(x_bsd)
+        if fused := fused_step.mamba3(self, projected_bsX, cache, path, segments_bs, lengths_b):
+            return fused
+        token = self.describe(projected_bsX, lengths_b)
         b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs)
         v_bsmhp = self.expand(token.x_bshp, "mimo_x")
         y_bsmhp, state_bhpr = trapezoid(
@@ -288,10 +291,10 @@ class Mamba3(rows.Block[Mamba3Cache]):
         )
         return self.finish(y_bsmhp, v_bsmhp, token.z_bshp), cache
 
-    def project(self, x_bsd: Tensor, lengths_b: Tensor | None) -> Token:
+    def describe(self, projected_bsX: Tensor, lengths_b: Tensor | None) -> Token:
         """All a token says about itself: values, gate, B and C per head with norm and bias, coefficients."""
         config = self.config
-        z_bsi, x_bsi, b_bsG, c_bsG, dt_bsh, a_bsh, trap_bsh, rot_bsR = self.in_proj(x_bsd).split(self.projected, -1)
+        z_bsi, x_bsi, b_bsG, c_bsG, dt_bsh, a_bsh, trap_bsh, rot_bsR = projected_bsX.split(self.projected, -1)
         heads = (config.nheads, config.per_head_dim)
         dt_bsh = softplus(dt_bsh + self.dt_bias).clamp(*config.dt_limit)
         dt_bsh = rows.hide_padding(dt_bsh, lengths_b)

@@ -16,4 +16,7 @@ MK_EXPORT(vector_function)(int64_t which, const float* x, float* y, int64_t n) {
     if (which == 1) map(x, y, n, [&](vf v) { return vlog(v); });
     if (which == 2) map(x, y, n, [&](vf v) { return vsigmoid(v); });
     if (which == 3) map(x, y, n, [&](vf v) { return vsoftplus(v); });
+    vf other;
+    if (which == 4) map(x, y, n, [&](vf v) { vf sine; vsincos(v, &sine, &other); return sine; });
+    if (which == 5) map(x, y, n, [&](vf v) { vf cosine; vsincos(v, &other, &cosine); return cosine; });
 }

@@ -11,4 +11,6 @@
 
 #include "elementwise.h"
 #include "step.h"
+#include "step_mamba1.h"
 #include "step_mamba2.h"
+#include "step_mamba3.h"

@@ -112,4 +112,29 @@ MK_INLINE vf vsoftplus(vf x) {
     return choose(x == x, vmax(x, splat(0.0f)) + small, x);
 }
 
+// sin(x) and cos(x) to 1e-7 for |x| up to some thousand turns, NaN for NaN.
+MK_INLINE void vsincos(vf x, vf* sine, vf* cosine) {
+    const vf magic = splat(12582912.0f);  // as in vexp
+    vf shifted = x * splat(0.636619772f) + magic;
+    vf n = shifted - magic;
+    // x minus quarter turns; pi / 2 in three parts, so that the products with n are exact.
+    vf r = n * splat(-1.5703125f) + x;
+    r = n * splat(-4.837512969970703125e-4f) + r;
+    r = n * splat(-7.549789948768648e-8f) + r;
+    vf z = r * r;
+    vf s = splat(-1.9515295891e-4f);
+    s = s * z + splat(8.3321608736e-3f);
+    s = s * z + splat(-1.6666654611e-1f);
+    s = s * z * r + r;
+    vf c = splat(2.443315711809948e-5f);
+    c = c * z + splat(-1.388731625493765e-3f);
+    c = c * z + splat(4.166664568298827e-2f);
+    c = c * z * z + (splat(1.0f) - splat(0.5f) * z);
+    vi quarter = (vi)shifted - (vi)magic;
+    vi odd = (quarter & 1) != 0;
+    vi sine_sign = (quarter & 2) << 30, cosine_sign = ((quarter + 1) & 2) << 30;
+    *sine = (vf)((vi)choose(odd, c, s) ^ sine_sign);
+    *cosine = (vf)((vi)choose(odd, s, c) ^ cosine_sign);
+}
+
 }  // namespace MK_ISA

@@ -1,0 +1,49 @@
+"""One token through a fused kernel: which calls may take it, and the operators that do."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mambakit.ops.backend import use_kernels
+from mambakit.ops.kernels.cpu import step as _cpu  # noqa: F401 - defines the operators
+
+mamba1_step_conv = torch.ops.mambakit.mamba1_step_conv_cpu.default
+mamba1_step = torch.ops.mambakit.mamba1_step_cpu.default
+mamba2_step = torch.ops.mambakit.mamba2_step_cpu.default
+mamba3_step = torch.ops.mambakit.mamba3_step_cpu.default
+
+
+def can_fuse(backend: str, tensors: Iterable[Tensor | None], trained: Iterable[Tensor]) -> bool:
+    """Whether a step kernel may run on `tensors`, of which some may be None.
+
+    They are float32 on the CPU, and neither they nor `trained` (what else takes part) need a gradient of any kind: the
+    kernels have none.
+    """
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        # No subclass: what those do with an operator they do not know is theirs to say.
+        if tensor.dtype != torch.float32 or type(tensor) not in (Tensor, torch.nn.Parameter):
+            return False
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
+        return False
+    return not _is_transformed() and use_kernels(backend, *tensors)
+
+
+def is_plain(module: Any, kind: type) -> bool:
+    """Whether calling `module` is computing what its class says: no subclass, no hook, no forward of its own."""
+    return type(module) is kind and not (
+        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    )
+
+
+def _is_transformed() -> bool:
+    """Inside `torch.func` transforms and forward-mode derivatives, which reach past `torch.no_grad`."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
