@@ -1,0 +1,125 @@
+"""Wrong or unsupported arguments raise what a user can act on."""
+
+import pytest
+import torch
+
+from test_compat import MAMBA3, installed, official  # noqa: F401 - a fixture
+
+SCAN = ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
+SSD = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+SPLIT = ("mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined")
+CONV = ("causal_conv1d", "causal_conv1d_fn")
+UPDATE = ("causal_conv1d", "causal_conv1d_update")
+INNER = ("mamba_ssm", "mamba_inner_fn")
+SISO = (f"{MAMBA3}.mamba3_siso_combined", "mamba3_siso_combined")
+MIMO = ("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo", "mamba3_mimo")
+NORM = ("mamba_ssm.ops.triton.layer_norm", "layer_norm_fn")
+z = torch.zeros
+
+U = (z(2, 4, 5), z(2, 4, 5), z(4, 3))
+SEQUENCE = (z(2, 5, 4, 2), z(2, 5, 4), z(4), z(2, 5, 1, 3), z(2, 5, 1, 3), 64)
+TURNED = (z(1, 5, 1, 8), z(1, 5, 1, 8), z(1, 5, 2, 4), z(1, 2, 5), z(1, 2, 5), z(1, 2, 5), z(2, 8), z(2, 8))
+IDS = torch.zeros(2, 5, dtype=torch.int32)
+
+CALLS = {
+    "channels of A": (SCAN, (*U[:2], z(5, 3), z(4, 3), z(4, 3)), {}, "axis 'i' is 5 in A_ir but 4 in u_bis"),
+    "axes of B": (SCAN, (*U, z(3), z(4, 3)), {}, r"B has shape \(3,\), expected axes"),
+    "shape of constant B": (SCAN, (*U, z(3, 4), z(4, 3)), {}, r"B has shape \(3, 4\), expected that of A, \(4, 3\)"),
+    "groups of C": (SCAN, (*U, z(4, 3), z(2, 3, 3, 5)), {}, "C has shape .* does not fit a batch of 2, 4 channels"),
+    "pairs of complex B": (SCAN, (*U[:2], z(4, 3) + 0j, z(2, 3, 4), z(4, 3)), {}, "with two numbers each"),
+    "activation": (CONV, (z(2, 4, 5), z(4, 3)), {"activation": "gelu"}, "activation = 'gelu' is not one of"),
+    "states of packed": (CONV, (z(2, 4, 5), z(4, 3), None, IDS), {"return_final_states": True}, "seq_idx packs whole"),
+    "shape of states": (CONV, (z(2, 4, 5), z(4, 3), None, None, z(2, 4, 3)), {}, r"expected \(2, 4, 2\)"),
+    "unused target": (CONV, (z(2, 4, 5), z(4, 3)), {"final_states_out": z(2, 4, 2)}, "only written with"),
+    "shape of seq_idx": (CONV, (z(2, 4, 5), z(4, 3), None, IDS[:, :4]), {}, "one id per token"),
+    "float seq_idx": (CONV, (z(2, 4, 5), z(4, 3), None, IDS.float()), {}, "integer ids"),
+    "short state": (UPDATE, (z(2, 4), z(2, 4, 1), z(4, 3)), {}, "a kernel of 3 taps needs 2"),
+    "ring counts": (UPDATE, (z(2, 4), z(2, 4, 2), z(4, 3)), {"cache_seqlens": IDS[0]}, "one count per row"),
+    "given B with bias": (INNER, (z(2, 8, 5), *[z(1)] * 6, z(4, 3), z(4, 3)), {"B_proj_bias": z(3)}, "B was given"),
+    "no bounds": (SSD, SEQUENCE, {"return_varlen_states": True}, "needs cu_seqlens"),
+    "packed batch": (SSD, SEQUENCE, {"cu_seqlens": torch.tensor([0, 5])}, "batch of one, got a batch of 2"),
+    "shape of D": (SSD, (*SEQUENCE, z(3)), {}, "axis 'h' is 3 in D_h but 4 in x_bshp"),
+    "headdim": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(4), 64), {}, "headdim has to be given"),
+    "widths": (SPLIT, (z(2, 5, 31), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2}, "do not fit 4 heads of 2"),
+    "bias alone": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "outproj_bias": z(3)},
+                   "without outproj_weight"),
+    "some states": (SISO, (*TURNED, z(1, 5, 2, 4)), {"Input_States": (z(1), None, None, None)}, "all four states"),
+    "angles": (MIMO, (*TURNED, *[None] * 3, z(1, 5, 2, 4), None, None, 16, 4, torch.half), {}, "rotary_dim_divisor = 4"),
+    "residual": (NORM, (z(2, 4), z(4), None), {"residual": z(3, 4)}, r"residual has shape \(3, 4\) but x has \(2, 4\)"),
+    "rowscale": (NORM, (z(2, 4), z(4), None), {"x1": z(2, 4), "rowscale": z(2)}, "rowscale does not go with x1"),
+    "dropout": (NORM, (z(2, 4), z(4), None), {"dropout_p": 1.5}, "dropout_p = 1.5 has to be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_functions(what):
+    where, args, options, message = CALLS[what]
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        official(*where)(*args, **options)
+
+
+CLASSES = {
+    "bimamba": ("Mamba", {"bimamba_type": "v2"}, TypeError, "bimamba_type belongs to a modified copy of mamba_ssm"),
+    "unknown": ("Mamba2", {"d_stat": 4}, TypeError, "Mamba2 has no argument d_stat"),
+    "absorbed": ("Mamba3", {"rope": True}, TypeError, "Mamba3 has no argument rope"),
+    "several processes": ("Mamba2", {"process_group": object()}, NotImplementedError, "several processes"),
+    "heads": ("Mamba2", {"headdim": 7}, ValueError, "not a multiple of per_head_dim = 7"),
+    "rotation": ("Mamba3", {"rope_fraction": 0.25}, ValueError, "has to be 0.5 or 1.0"),
+}
+
+
+@pytest.mark.parametrize("what", CLASSES)
+def test_classes(what):
+    name, options, error, message = CLASSES[what]
+    with pytest.raises(error, match=message):
+        official("mamba_ssm", name)(16, **options)
+
+
+def test_dropout_has_no_effect_and_says_so():
+    with pytest.warns(UserWarning, match=r"dropout = 0.1 has no effect"):
+        official("mamba_ssm", "Mamba3")(16, headdim=8, dropout=0.1)
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Mamba3"])
+def test_decoding(name):
+    params = official("mamba_ssm.utils.generation", "InferenceParams")(max_seqlen=9, max_batch_size=1)
+    make = official("mamba_ssm", name)
+    options = {} if name == "Mamba" else {"headdim": 8}
+    with pytest.raises(ValueError, match="a layer_idx of its own"):
+        make(16, **options)(z(1, 3, 16), inference_params=params)
+    block = make(16, **options, layer_idx=0)
+    block(z(1, 3, 16), inference_params=params)
+    with pytest.raises(ValueError, match="states of 1 sequences, but 2 came"):
+        block(z(2, 3, 16), inference_params=params)
+    params.seqlen_offset = 3
+    with pytest.raises(ValueError, match="one token per sequence"):
+        block(z(1, 2, 16), inference_params=params)
+
+
+def test_packing_that_disagrees():
+    block = official("mamba_ssm", "Mamba2")(16, headdim=8)
+    ids, bounds = torch.tensor([[0, 0, 1, 1]]), torch.tensor([0, 1, 4])
+    with pytest.raises(ValueError, match="disagree about where sequences start"):
+        block(z(1, 4, 16), seq_idx=ids, cu_seqlens=bounds)
+
+
+def test_positional_calls_of_1_x():
+    models = "mamba_ssm.models.mixer_seq_simple"
+    with pytest.raises(TypeError, match=r"mamba_ssm 1\.x need keywords"):
+        official(models, "create_block")(16, {"d_state": 4})
+    with pytest.raises(TypeError, match=r"mamba_ssm 1\.x need keywords"):
+        official(models, "MixerModel")(16, 2, 100)
+    with pytest.raises(ValueError, match=r"'Mamba9' is unknown, expected one of Mamba1, Mamba2, Mamba3"):
+        official(models, "create_block")(16, ssm_cfg={"layer": "Mamba9"})
+
+
+def test_checkpoints_in_other_formats(tmp_path):
+    load = official("mamba_ssm", "MambaLMHeadModel").from_pretrained
+    with pytest.raises(ValueError, match="there is no directory"):
+        load(tmp_path / "absent")
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ValueError, match=r"not in the official format; mambakit\.load_model reads it"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"ssm_cfg": {"layer": "Mamba3", "d_state": 8, "headdim": 8}, "n_layer": 0}')
+    with pytest.warns(UserWarning, match="how A is activated"), pytest.raises(ValueError, match="no weights in"):
+        load(tmp_path)
