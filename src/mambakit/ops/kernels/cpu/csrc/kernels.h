@@ -10,6 +10,7 @@
 #include "threads.h"
 
 #include "elementwise.h"
+#include "matvec.h"
 #include "step.h"
 #include "step_mamba1.h"
 #include "step_mamba2.h"

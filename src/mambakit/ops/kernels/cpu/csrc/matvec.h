@@ -1,0 +1,199 @@
+// Products of a weight matrix with a few rows, at the speed of reading the weights: y[b][n] = sum_k weight[n][k] x[b][k].
+//
+// R rows of the matrix meet B rows of x at a time. Each result has one accumulator, filled in the order of k, so it does
+// not depend on the batch, on its place in the matrix or on the number of threads.
+#pragma once
+
+#include "weights.h"
+
+namespace MK_ISA {
+
+// Where results go: y[b * stride + row], on top of what is there if `add`.
+struct Results {
+    float* y;
+    int64_t stride;
+    bool add;
+};
+
+// Up to 8 rows of x; those beyond `count` repeat the last one, and their results are dropped.
+struct Inputs {
+    const float* row[8];
+    int64_t count;
+};
+
+template <int R, int B>
+struct Sums {
+    vf of[R][B];
+};
+
+template <int R, int B, class GetWeights>
+MK_INLINE void add_products(Sums<R, B>& sums, vf (&x)[B], const GetWeights& weights) {
+    for (int r = 0; r < R; r++) {
+        const vf w = weights(r);
+        for (int b = 0; b < B; b++) sums.of[r][b] += w * x[b];
+    }
+}
+
+template <class Weights, int R, int B>
+MK_INLINE void dot_rows(const Matrix& m, int64_t row, const Inputs& x, Sums<R, B>& sums) {
+    constexpr int64_t LINE = 64 / Weights::BYTES;
+    const int64_t k = m.columns, pitch = k * Weights::BYTES;
+    const char* at = (const char*)m.weight + row * pitch;
+    vf part[B];
+    int64_t i = 0;
+    for (; i + LINE <= k; i += LINE) {
+        // The next R rows: far enough ahead of their use, and in the order in which memory holds them.
+        for (int r = 0; r < R; r++) prefetch(at, (R + r) * pitch + i * Weights::BYTES);
+#pragma GCC unroll 16
+        for (int64_t j = i; j < i + LINE; j += W) {
+            for (int b = 0; b < B; b++) part[b] = load(x.row[b] + j);
+            add_products(sums, part, [&](int r) { return Weights::get(at + r * pitch + j * Weights::BYTES); });
+        }
+    }
+    for (; i + W <= k; i += W) {
+        for (int b = 0; b < B; b++) part[b] = load(x.row[b] + i);
+        add_products(sums, part, [&](int r) { return Weights::get(at + r * pitch + i * Weights::BYTES); });
+    }
+    if (i == k) return;
+    for (int b = 0; b < B; b++) part[b] = load_part(x.row[b] + i, k - i);
+    add_products(sums, part, [&](int r) { return get_part<Weights>(at + r * pitch + i * Weights::BYTES, k - i); });
+}
+
+struct Nf4Weights {};
+
+// One group of R rows; HALF is the number of its bytes where the compiler is to know it, or 0.
+template <int R, int B, int HALF>
+MK_INLINE void dot_group_nf4(
+    const uint8_t* at, int64_t pitch, int64_t bytes, const float* scales, int64_t groups, const Inputs& x, int64_t first,
+    Sums<R, B>& sums) {
+    const int64_t half = HALF ? HALF : bytes;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        const Nf4Table table = Nf4Table::of(scales[r * groups]);
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < half; j += W) {
+            const auto codes = Nf4Table::codes(at + r * pitch + j);
+            const vf low = table.low(codes), high = table.high(codes);
+            const int64_t i = first + j;
+            for (int b = 0; b < B; b++) sums.of[r][b] += low * load(x.row[b] + i);
+            for (int b = 0; b < B; b++) sums.of[r][b] += high * load(x.row[b] + i + half);
+        }
+    }
+}
+
+template <int R, int B>
+MK_INLINE void dot_rows_nf4(const Matrix& m, int64_t row, const Inputs& x, Sums<R, B>& sums) {
+    const int64_t half = m.group / 2, groups = (m.columns + m.group - 1) / m.group, pitch = groups * half;
+    const uint8_t* at = (const uint8_t*)m.weight + row * pitch;
+    float* scales = scratch<60>(R * groups);
+    widen((const uint16_t*)m.scales + row * groups, scales, R * groups);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t byte = g * half;
+        if (half >= 64 || byte % 64 == 0)
+            for (int r = 0; r < R; r++) prefetch(at, (R + r) * pitch + byte);
+        if (half == 16) dot_group_nf4<R, B, 16>(at + byte, pitch, half, scales + g, groups, x, g * m.group, sums);
+        else dot_group_nf4<R, B, 0>(at + byte, pitch, half, scales + g, groups, x, g * m.group, sums);
+    }
+}
+
+template <class Weights, int R, int B>
+MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, const Results& to) {
+    Sums<R, B> sums = {};
+    if constexpr (__is_same(Weights, Nf4Weights)) dot_rows_nf4<R, B>(m, row, x, sums);
+    else dot_rows<Weights, R, B>(m, row, x, sums);
+    for (int r = 0; r < R; r++) {
+        const float scale = m.format == INT8 ? ((const float*)m.scales)[row + r] : 1.0f;
+        const float bias = m.bias ? m.bias[row + r] : 0.0f;
+        for (int b = 0; b < B; b++) {
+            if (b >= x.count) break;
+            float* y = to.y + b * to.stride + row + r;
+            const float value = total(sums.of[r][b]) * scale + bias;
+            *y = to.add ? *y + value : value;
+        }
+    }
+}
+
+template <class Weights, int R, int B>
+static __attribute__((noinline)) void multiply_rows(
+    const Matrix& m, int64_t begin, int64_t end, const Inputs& x, const Results& to) {
+    int64_t row = begin;
+    for (; row + R <= end; row += R) multiply_block<Weights, R, B>(m, row, x, to);
+    for (; row < end; row++) multiply_block<Weights, 1, B>(m, row, x, to);
+}
+
+template <class Weights>
+static void multiply_few(const Matrix& m, int64_t begin, int64_t end, const Inputs& x, const Results& to) {
+    // As many accumulators as registers hold beside the weights and inputs.
+    constexpr int N = W == 16 ? 16 : 8;
+    if (x.count == 1) multiply_rows<Weights, 8, 1>(m, begin, end, x, to);
+    else if (x.count == 2) multiply_rows<Weights, N / 2 < 4 ? N / 2 : 4, 2>(m, begin, end, x, to);
+    else if (x.count <= 4) multiply_rows<Weights, N / 4, 4>(m, begin, end, x, to);
+    else multiply_rows<Weights, N / 8, 8>(m, begin, end, x, to);
+}
+
+template <class Weights>
+static void multiply_all(
+    const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch, const Results& to) {
+    // More rows of x than accumulators: the matrix goes by in pieces that stay in the cache between the passes.
+    const int64_t piece = batch <= 8 ? end - begin : 32;
+    for (int64_t row = begin; row < end; row += piece) {
+        const int64_t stop = row + piece < end ? row + piece : end;
+        for (int64_t first = 0; first < batch; first += 8) {
+            Inputs inputs;
+            inputs.count = batch - first < 8 ? batch - first : 8;
+            for (int64_t b = 0; b < 8; b++)
+                inputs.row[b] = x + (first + (b < inputs.count ? b : inputs.count - 1)) * x_stride;
+            multiply_few<Weights>(m, row, stop, inputs, {to.y + first * to.stride, to.stride, to.add});
+        }
+    }
+}
+
+// Rows [begin, end) of the product. The rows of x have stored_columns(m) floats, zero beyond m.columns.
+static void multiply(
+    const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch, const Results& to) {
+    if (begin >= end) return;
+    if (m.format == FLOAT32) multiply_all<Float32Weights>(m, begin, end, x, x_stride, batch, to);
+    if (m.format == BFLOAT16) multiply_all<Bfloat16Weights>(m, begin, end, x, x_stride, batch, to);
+    if (m.format == INT8) multiply_all<Int8Weights>(m, begin, end, x, x_stride, batch, to);
+    if (m.format == NF4) multiply_all<Nf4Weights>(m, begin, end, x, x_stride, batch, to);
+}
+
+// x with zeros up to the stored columns.
+static const float* filled_up(const Matrix& m, const float* x, int64_t batch) {
+    const int64_t wide = stored_columns(m);
+    if (wide == m.columns) return x;
+    float* copy = scratch<61>(batch * wide);
+    for (int64_t b = 0; b < batch; b++) {
+        memcpy(copy + b * wide, x + b * m.columns, m.columns * sizeof(float));
+        memset(copy + b * wide + m.columns, 0, (wide - m.columns) * sizeof(float));
+    }
+    return copy;
+}
+
+// Below this many bytes a second thread costs more than it saves.
+constexpr int64_t WORTH_A_THREAD = 1 << 17;
+
+}  // namespace MK_ISA
+
+// y[batch][rows] from x[batch][columns].
+MK_EXPORT(matvec)(const void* matrix, const float* x, float* y, int64_t batch) {
+    using namespace MK_ISA;
+    const Matrix& m = *(const Matrix*)matrix;
+    auto some = [&](int64_t begin, int64_t end) {
+        multiply(m, begin, end, filled_up(m, x, batch), stored_columns(m), batch, {y, m.rows, false});
+    };
+    if (m.rows * bytes_per_row(m) < WORTH_A_THREAD) some(0, m.rows);
+    else parallel(m.rows, some);
+}
+
+// The speed of memory, for benchmarks: every line of `bytes` bytes once.
+MK_EXPORT(read)(const float* data, int64_t floats, float* result) {
+    using namespace MK_ISA;
+    parallel(floats / (16 * W), [&](int64_t begin, int64_t end) {
+        vf sums[4] = {};
+        for (int64_t i = begin; i < end; i++)
+            for (int64_t j = 0; j < 16; j++) sums[j % 4] += load(data + (i * 16 + j) * W);
+        const float value = total(sums[0] + sums[1] + sums[2] + sums[3]);
+        __atomic_store_n((int32_t*)result, (int32_t)value, __ATOMIC_RELAXED);
+    });
+}

@@ -1,0 +1,169 @@
+// Weight matrices as they are stored, and how W neighbouring weights of a row become floats.
+#pragma once
+
+#if MK_WIDTH >= 8
+// GCC 12 warns of its own undefined vectors.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+namespace MK_ISA {
+
+enum WeightFormat { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NF4 = 3 };
+
+// The same fields, in the same order, as `Matrix` in matvec.py.
+struct Matrix {
+    int64_t format, rows, columns;
+    int64_t group;  // inputs that share a scale, NF4 only: a multiple of 32
+    const void* weight;
+    const void* scales;  // INT8: float [rows]; NF4: bfloat16 [rows][groups]
+    const float* bias;   // or null
+};
+
+// Columns that are stored and read: NF4 fills its last group with zeros.
+static inline int64_t stored_columns(const Matrix& m) {
+    return m.format == NF4 ? (m.columns + m.group - 1) / m.group * m.group : m.columns;
+}
+
+static inline int64_t bytes_per_row(const Matrix& m) {
+    const int64_t columns = stored_columns(m);
+    if (m.format == FLOAT32) return 4 * columns;
+    if (m.format == BFLOAT16) return 2 * columns;
+    return m.format == INT8 ? columns : columns / 2;
+}
+
+typedef float vf4 __attribute__((vector_size(16)));
+typedef float vf8 __attribute__((vector_size(32)));
+
+MK_INLINE float total(vf4 x) {
+    x += __builtin_shufflevector(x, x, 2, 3, 2, 3);
+    return x[0] + x[1];
+}
+#if MK_WIDTH >= 8
+MK_INLINE float total(vf8 x) {
+    return total(__builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7));
+}
+#endif
+#if MK_WIDTH == 16
+// The sum of all lanes, halves added to halves; `sum` of vec.h, but in registers.
+MK_INLINE float total(vf x) {
+    return total(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                 __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+#endif
+
+// Ask for a line of memory that will be read soon. The address may lie beyond the array: nothing is read there.
+MK_INLINE void prefetch(const void* base, int64_t byte) { __builtin_prefetch((const void*)((uintptr_t)base + byte)); }
+
+// The formats with one number per weight: BYTES each, `get` the next W of them as floats.
+struct Float32Weights {
+    static constexpr int64_t BYTES = 4;
+    MK_INLINE vf get(const char* at) { return load((const float*)at); }
+};
+
+struct Bfloat16Weights {
+    static constexpr int64_t BYTES = 2;
+    // The upper half of a float32 each.
+    MK_INLINE vf get(const char* at) {
+#if MK_WIDTH == 16
+        return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16);
+#elif MK_WIDTH == 8
+        return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16);
+#else
+        uint16_t part[W];
+        memcpy(part, at, sizeof part);
+        vi bits;
+        for (int64_t lane = 0; lane < W; lane++) bits[lane] = (int32_t)((uint32_t)part[lane] << 16);
+        return (vf)bits;
+#endif
+    }
+};
+
+struct Int8Weights {
+    static constexpr int64_t BYTES = 1;
+    MK_INLINE vf get(const char* at) {
+#if MK_WIDTH == 16
+        return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+#elif MK_WIDTH == 8
+        return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+#else
+        int8_t part[W];
+        memcpy(part, at, sizeof part);
+        vf x;
+        for (int64_t lane = 0; lane < W; lane++) x[lane] = part[lane];
+        return x;
+#endif
+    }
+};
+
+// `get` for the last n < W weights of a row, zeros beyond.
+template <class Weights>
+MK_INLINE vf get_part(const char* at, int64_t n) {
+    char whole[W * Weights::BYTES] = {};
+    memcpy(whole, at, n * Weights::BYTES);
+    return Weights::get(whole);
+}
+
+// The 16 values of NF4; quantization.py has the same.
+static const float NF4_VALUES[16] = {-1.0f,       -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f,
+                                     -0.091050036f, 0.0f,      0.0795803f,   0.1609302f,  0.2461123f,   0.33791524f,
+                                     0.44070983f, 0.562617f,   0.72295684f,  1.0f};
+
+// NF4's values times a group's scale. W bytes hold the codes of W inputs in their low halves and of W others, half a
+// group on, in their high ones.
+struct Nf4Table {
+#if MK_WIDTH == 16
+    __m512 values;
+    MK_INLINE Nf4Table of(float scale) {
+        return {_mm512_mul_ps(_mm512_loadu_ps(NF4_VALUES), _mm512_set1_ps(scale))};
+    }
+    MK_INLINE __m512i codes(const uint8_t* at) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
+    // The permutation looks at the lowest 4 bits of each index only.
+    __attribute__((always_inline)) vf low(__m512i c) const { return (vf)_mm512_permutexvar_ps(c, values); }
+    __attribute__((always_inline)) vf high(__m512i c) const { return low(_mm512_srli_epi32(c, 4)); }
+#elif MK_WIDTH == 8
+    __m256 negative, positive;
+    MK_INLINE Nf4Table of(float scale) {
+        const __m256 by = _mm256_set1_ps(scale);
+        return {_mm256_mul_ps(_mm256_loadu_ps(NF4_VALUES), by), _mm256_mul_ps(_mm256_loadu_ps(NF4_VALUES + 8), by)};
+    }
+    MK_INLINE __m256i codes(const uint8_t* at) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
+    // Three bits choose within a half, the fourth between the halves.
+    __attribute__((always_inline)) vf low(__m256i c) const {
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(c, 28));
+        return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(negative, c), _mm256_permutevar8x32_ps(positive, c), upper);
+    }
+    __attribute__((always_inline)) vf high(__m256i c) const { return low(_mm256_srli_epi32(c, 4)); }
+#else
+    float values[16];
+    MK_INLINE Nf4Table of(float scale) {
+        Nf4Table table;
+        for (int i = 0; i < 16; i++) table.values[i] = NF4_VALUES[i] * scale;
+        return table;
+    }
+    MK_INLINE const uint8_t* codes(const uint8_t* at) { return at; }
+    __attribute__((always_inline)) vf low(const uint8_t* c) const {
+        vf x;
+        for (int64_t lane = 0; lane < W; lane++) x[lane] = values[c[lane] & 15];
+        return x;
+    }
+    __attribute__((always_inline)) vf high(const uint8_t* c) const {
+        vf x;
+        for (int64_t lane = 0; lane < W; lane++) x[lane] = values[c[lane] >> 4];
+        return x;
+    }
+#endif
+};
+
+// bfloat16 as float32.
+MK_INLINE void widen(const uint16_t* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+}  // namespace MK_ISA
