@@ -1,10 +1,10 @@
-"""Weights in 8 or 4 bits: less to read per token, which is what decoding waits for. See docs/quantization.md."""
+"""Weights in 16, 8 or 4 bits: less to read per token, which is what decoding waits for. See docs/quantization.md."""
 
 import copy
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks.layers import Linear
+from mambakit.ops import matvec
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -30,7 +31,8 @@ BLOCK = 1 << 19
 class QuantizedLinear(nn.Module, ABC):
     """What stands in for an `nn.Linear`; its weights are decoded a block of rows at a time, whenever it is called.
 
-    Products are computed in at least float32 and returned in the dtype of the input, through which gradients flow.
+    The few rows of a decoding step are multiplied by a kernel where there is one, which decodes as it reads. Products
+    are computed in at least float32 and returned in the dtype of the input, through which gradients flow.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -50,11 +52,17 @@ class QuantizedLinear(nn.Module, ABC):
         assert isinstance(self.like, Tensor)
         return self.decoded(slice(None), torch.float32).to(self.like.dtype)
 
+    @abstractmethod
+    def stored(self) -> matvec.Weights:
+        """The weight as the decoding kernels read it."""
+
     def blocks(self) -> Iterator[slice]:
         rows = max(1, BLOCK // self.in_features)
         return (slice(start, start + rows) for start in range(0, self.out_features, rows))
 
     def forward(self, x: Tensor) -> Tensor:
+        if matvec.applies(x, self.stored()):
+            return matvec.multiply(x, self.stored())
         wide = torch.promote_types(x.dtype, torch.float32)
         y = torch.cat([self.product(x.to(wide), rows) for rows in self.blocks()], -1)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
@@ -64,6 +72,22 @@ class QuantizedLinear(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Bfloat16Linear(QuantizedLinear):
+    """`weight_bfloat16[o, i]`, the weight rounded to bfloat16."""
+
+    weight_bfloat16: Tensor
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear)
+        self.register_buffer("weight_bfloat16", linear.weight.detach().to(torch.bfloat16, copy=True).contiguous())
+
+    def stored(self) -> matvec.Weights:
+        return matvec.Weights(matvec.BFLOAT16, self.in_features, self.weight_bfloat16, None, self.bias)
+
+    def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return self.weight_bfloat16[rows].to(dtype)
 
 
 class Int8Linear(QuantizedLinear):
@@ -78,6 +102,9 @@ class Int8Linear(QuantizedLinear):
         scales = weight.abs().amax(1) / 127
         self.register_buffer("weight_int8", (weight / nonzero(scales)[:, None]).round().to(torch.int8))
         self.register_buffer("scales", scales)
+
+    def stored(self) -> matvec.Weights:
+        return matvec.Weights(matvec.INT8, self.in_features, self.weight_int8, self.scales, self.bias)
 
     def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
         return self.weight_int8[rows].to(dtype) * self.scales[rows, None].to(dtype)
@@ -107,6 +134,9 @@ class Int4Linear(QuantizedLinear):
         low, high = torch.cat(codes).chunk(2, -1)
         self.register_buffer("weight_int4", (low | high << 4).flatten(1))
         self.register_buffer("scales", torch.cat(scales))
+
+    def stored(self) -> matvec.Weights:
+        return matvec.Weights(matvec.NF4, self.in_features, self.weight_int4, self.scales, self.bias, self.group_size)
 
     def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
         pairs = self.paired(rows, dtype).unflatten(1, (-1, self.group_size // 2, 2))
@@ -167,21 +197,24 @@ def nonzero(scales: Tensor) -> Tensor:
 
 
 def quantize(model: Model, bits: int = 8, group_size: int | None = None) -> Model:
-    """A copy of `model` whose projections are `Int8Linear` or `Int4Linear`; the model itself is left as it is.
+    """A copy of `model` whose projections are `Bfloat16Linear`, `Int8Linear` or `Int4Linear`; it itself stays as it is.
 
     Quantized are the `nn.Linear` modules named in `PROJECTIONS`. A head tied to the embedding becomes one of its own
     and the embedding stays. `group_size` is for 4 bits, 32 if not given. To load a saved `state_dict`, quantize a new
     model of the same config in the same way and load into that.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"bits is {bits!r}, expected 8 or 4")
-    if bits == 8 and group_size is not None:
-        raise ValueError(f"group_size = {group_size!r} is for 4 bits; 8 bits have one scale per row")
+    if bits not in (16, 8, 4):
+        raise ValueError(f"bits is {bits!r}, expected 16, 8 or 4")
+    if bits != 4 and group_size is not None:
+        others = {8: "8 bits have one scale per row", 16: "16 bits have no scales"}
+        raise ValueError(f"group_size = {group_size!r} is for 4 bits; {others[bits]}")
     group_size = 32 if group_size is None else group_size
     if type(group_size) is not int or group_size < 2 or group_size % 2:
         raise ValueError(f"group_size is {group_size!r}, expected a positive even number")
     found = projections_of(model)
-    replaced = {id(m): Int8Linear(m) if bits == 8 else Int4Linear(m, group_size) for m in found.values()}
+    made: dict[int, Callable[[nn.Linear], QuantizedLinear]] = {16: Bfloat16Linear, 8: Int8Linear}
+    made[4] = lambda linear: Int4Linear(linear, group_size)
+    replaced = {id(m): made[bits](m) for m in found.values()}
     # deepcopy takes what it finds under an object's id for that object's copy.
     return copy.deepcopy(model, dict(replaced))
 

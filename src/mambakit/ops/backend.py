@@ -1,5 +1,8 @@
 """Which implementation runs an operation: torch's operators ("torch"), or the fused CPU kernels ("cpu")."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -9,12 +12,27 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_auto = "auto"
+
+
+@contextmanager
+def auto_means(backend: str) -> Iterator[None]:
+    """Inside, `"auto"` is `backend`, for what has no argument to say so."""
+    global _auto
+    before, _auto = _auto, backend
+    try:
+        yield
+    finally:
+        _auto = before
+
+
 def use_kernels(backend: str, *tensors: Tensor | None) -> bool:
     """Whether the fused CPU kernels run on `tensors`.
 
     `"auto"` takes them wherever they apply: on the CPU, in float32 or narrower. `"cpu"` takes them or raises
     `ValueError`, `"torch"` never.
     """
+    backend = _auto if backend == "auto" else backend
     if backend == "torch":
         return False
     if backend not in BACKENDS:
