@@ -1,0 +1,179 @@
+"""`mambakit demo`: a small Mamba-3 trained in minutes, against compressors on files it has not seen."""
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mambakit.blocks.mamba3 import Mamba3Config
+from mambakit.checkpoints import load_model
+from mambakit.cli.compressors import Compressed, compress_all, find_zstd
+from mambakit.cli.progress import All, minutes, progress
+from mambakit.generation import Stream
+from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.trainer.batches import Rows, encode
+from mambakit.trainer.loop import HeldOut, Trainer
+from mambakit.trainer.run import LOG, MODEL, read_log, train
+from mambakit.trainer.settings import TrainSettings
+from mambakit.trainer.text import Document, hold_out, standard_library
+from mambakit.trainer.tokens import Bytes
+
+EXAMPLE = "mambakit demo --out mambakit-demo"
+REPORT, PICTURE = "demo.json", "loss.png"
+SHARE = 0.025
+"""Of the library, held out."""
+BLOCK = Mamba3Config(d_model=128, state_rank=64, per_head_dim=64)
+LAYERS = 3
+# Few tokens per step and many steps: what counts here is what is learned per second.
+SETTINGS: dict[str, Any] = {
+    "steps": 1000,
+    "batch": 16,
+    "seq_len": 128,
+    "optimizer": "muon",
+    "lr": 1e-2,
+    "warmup": 50,
+    "floor": 0.02,
+    "evaluate_every": 250,
+    "evaluate_bytes": 50_000,
+    "save_every": 500,
+}
+PROMPT = b"class "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", default="mambakit-demo", metavar="DIR", help="default: mambakit-demo")
+    parser.add_argument("--steps", type=int, default=SETTINGS["steps"], help=f"default: {SETTINGS['steps']}")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    settings = TrainSettings(**{**SETTINGS, "steps": args.steps})
+    began = time.perf_counter()
+    out = fresh_folder(Path(args.out))
+    for_training, held_out = hold_out(standard_library(), SHARE)
+    print(
+        f"text: {size_of(for_training) / 1e6:.1f} MB in {len(for_training)} files of Python's standard library "
+        f"to learn from, {size_of(held_out) / 1e6:.2f} MB in {len(held_out)} other files to be judged by",
+        file=sys.stderr,
+    )
+    bits, size = learn(for_training, held_out, settings, out)
+    compressed = compress_all([content for _, content in held_out])
+    sample = write_sample(out, None if args.json else sys.stdout)
+    report = {
+        "bits_per_byte": bits,
+        "parameters": size,
+        "steps": settings.steps,
+        "trained_on_bytes": settings.steps * settings.tokens_per_step,
+        "compressors": {each.name: each._asdict() for each in compressed},
+        "sample": sample,
+    }
+    draw(read_log(out / LOG), compressed, out / PICTURE)
+    # What can differ between two runs is kept apart.
+    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(report))
+        return
+    print(table(bits, compressed))
+    read = settings.steps * settings.tokens_per_step
+    print(
+        f"\nThe model, {size:,} parameters, has read {read / 1e6:.1f} MB of other files; "
+        "compressors start from nothing.\n"
+        f"All of it took {minutes(time.perf_counter() - began)}. Model, loss curve and figures: "
+        f"{out / MODEL}, {out / PICTURE}, {out / REPORT}"
+    )
+
+
+def fresh_folder(out: Path) -> Path:
+    """An empty folder, or one that an earlier demo left, emptied."""
+    if out.exists():
+        if not out.is_dir() or (any(out.iterdir()) and not (out / REPORT).exists()):
+            raise ValueError(f"{out} is there and not from an earlier demo; choose another --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / REPORT).write_text("{}\n", encoding="utf-8")
+    return out
+
+
+def learn(
+    for_training: Sequence[Document], held_out: Sequence[Document], settings: TrainSettings, out: Path
+) -> tuple[float, int]:
+    """Train and save; bits per byte of the held-out files and the number of parameters."""
+    tokens = Bytes()
+    torch.manual_seed(settings.seed)
+    model = LanguageModel(ModelConfig(block=BLOCK, n_layer=LAYERS, vocab_size=tokens.vocab_size))
+    rows = Rows(encode(for_training, tokens), tokens.end, settings)
+    judged = HeldOut(encode(held_out, tokens), [len(content) for _, content in held_out])
+    trainer = Trainer(model, settings, rows, judged)
+    with All([progress(settings, 1 / math.log(2))]) as watch:
+        bits = train(trainer, out, tokens, watch)
+    return bits, sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_sample(out: Path, file: Any) -> str:
+    """A text of the model's own, written to `file` as it comes."""
+    tokens = Bytes()
+    ids = [tokens.end, *tokens.encode(PROMPT)]
+    stream = Stream(load_model(out / MODEL), ids, max_new_tokens=400, temperature=0.7, top_p=0.95, seed=0)
+    shown = [PROMPT.decode()]
+    if file is not None:
+        print(f"\nwhat the model writes after {PROMPT.decode()!r}:\n\n{PROMPT.decode()}", end="", file=file, flush=True)
+    for piece in tokens.pieces(int(token_b[0]) for token_b in stream):
+        shown.append(piece)
+        if file is not None:
+            print(piece, end="", file=file, flush=True)
+    if file is not None:
+        print("\n", file=file)
+    return "".join(shown)
+
+
+def table(bits: float, compressed: Sequence[Compressed]) -> str:
+    """Bits per byte, the fewest first."""
+    lines = [("mambakit (Mamba-3)", bits, None), *((each.name, each.file_by_file, each.as_one) for each in compressed)]
+    written = [f"{'bits per byte':20} {'file by file':>12} {'as one stream':>14}"]
+    for name, apart, as_one in sorted(lines, key=lambda line: line[1]):
+        written.append(f"{name:20} {apart:12.3f} {'' if as_one is None else f'{as_one:14.3f}':>14}")
+    if find_zstd() is None:
+        written.append("zstd was not measured: it needs Python 3.14 or pip install zstandard")
+    return "\n".join(written)
+
+
+def draw(log: Sequence[Mapping[str, Any]], compressed: Sequence[Compressed], path: Path) -> None:
+    """The loss curve with the compressors' figures as lines."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the picture needs the matplotlib package: pip install 'mambakit[cli]'") from error
+    steps = [line for line in log if "loss" in line]
+    bits = [line["loss"] / math.log(2) for line in steps]
+    width = max(len(bits) // 50, 1)
+    smooth = [sum(bits[max(i - width, 0) : i + 1]) / len(bits[max(i - width, 0) : i + 1]) for i in range(len(bits))]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([line["step"] for line in steps], bits, color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot([line["step"] for line in steps], smooth, color="tab:blue", label="training text")
+    judged = [line for line in log if "bits_per_byte" in line]
+    axes.plot(
+        [line["step"] for line in judged],
+        [line["bits_per_byte"] for line in judged],
+        "o",
+        color="tab:red",
+        label="held-out files",
+    )
+    for each, style in zip(compressed, ("-", "--", "-.", ":"), strict=False):
+        axes.axhline(
+            each.file_by_file, color="gray", linestyle=style, linewidth=0.9, label=f"{each.name}, held-out files"
+        )
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(1.0, 4.5), title="Mamba-3 reading Python's standard library")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def size_of(documents: Sequence[Document]) -> int:
+    return sum(len(content) for _, content in documents)
