@@ -1,0 +1,1 @@
+"""Small trainings that show what the blocks can and cannot do; `mambakit experiment` runs them."""
