@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,10 +191,3 @@ def write_options(out: Path, options: Mapping[str, Any]) -> None:
     fresh = out / f".{RUN}.tmp"
     fresh.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
     os.replace(fresh, out / RUN)
-
-
-if __name__ == "__main__":
-    # `torchrun -m mambakit.cli.train DATA... --out DIR`
-    from mambakit.cli.main import main
-
-    sys.exit(main(["train", *sys.argv[1:]]))

@@ -25,8 +25,9 @@ class TokenLosses(nn.Module):
 
     def forward(self, pairs_bs2: Tensor, cache: Any = None, *, reset_bs: Tensor | None = None) -> tuple[Tensor, Any]:
         logits_bsw, cache = self.model(pairs_bs2[..., 0], cache, reset_bs=reset_bs)
+        logits_bsw = logits_bsw.to(torch.promote_types(logits_bsw.dtype, torch.float32))
         # mT: the vocabulary is expected second.
-        return F.cross_entropy(logits_bsw.float().mT, pairs_bs2[..., 1], reduction="none"), cache
+        return F.cross_entropy(logits_bsw.mT, pairs_bs2[..., 1], reduction="none"), cache
 
 
 class Objective(nn.Module):

@@ -98,8 +98,8 @@ class RunCheckpoints:
         try:
             lines = (path / SUMS).read_text("ascii").splitlines()
             sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
-            if STATE not in sums:
-                return f"{SUMS} does not name {STATE}"
+            if STATE not in sums or sums.keys() != {file.name for file in path.iterdir()} - {SUMS}:
+                return f"{SUMS} does not name the files that are there"
             wrong = [name for name, digest in sums.items() if _sha256(path / name) != digest]
         except (OSError, ValueError) as error:
             return str(error)

@@ -1,0 +1,72 @@
+"""Whole runs in processes of their own: killed, resumed, spread over ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mambakit as mk
+from trainer_cases import losses
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the runs are forked")
+
+
+def forked_runs(what: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, HERE / "forked_runs.py", what, folder],
+        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_twenty_kills_leave_the_losses_bit_identical(tmp_path):
+    assert forked_runs("kills", tmp_path).startswith("20 kills in ")
+    expected = losses(tmp_path / "whole")
+    assert len(expected) == 40
+    for folder in tmp_path.glob("killed-*"):
+        assert losses(folder) == expected
+        assert not list((folder / "checkpoints").glob(".*")), "something unfinished was left"
+        for name, tensor in mk.load_model(folder / "model").state_dict().items():
+            assert torch.equal(tensor, mk.load_model(tmp_path / "whole" / "model").state_dict()[name]), name
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    forked_runs("ranks", folder)
+    return folder
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("run", ["2-{}", "2-{}-segments", "2-{}-then-1", "1-then-2-{}"])
+def test_ranks_give_the_losses_of_one_process(ranks, run, parallel):
+    """In float64, where noise is far below anything that could be wrong."""
+    found = losses(ranks / run.format(parallel))
+    assert len(found) == 8
+    assert found == pytest.approx(losses(ranks / "1"), abs=1e-9)
+    assert found != [found[0]] * 8
+
+
+@pytest.mark.parametrize(
+    "run", ["2-ddp-muon", "2-fsdp-muon", "1-then-2-ddp-muon", "1-then-2-fsdp-muon", "2-fsdp-then-2-ddp-muon"]
+)
+def test_ranks_give_the_losses_of_one_process_with_muon(ranks, run):
+    """Muon rounds to bfloat16 inside, which makes noise of it that a wrong average would exceed by far."""
+    assert losses(ranks / run) == pytest.approx(losses(ranks / "1-muon"), abs=2e-3)
+
+
+@pytest.mark.parametrize("run", ["2-ddp", "2-fsdp", "2-fsdp-then-1"])
+def test_ranks_save_the_model_of_one_process(ranks, run):
+    expected = mk.load_model(ranks / "1" / "model").state_dict()
+    found = mk.load_model(ranks / run / "model").state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-7, rtol=0)

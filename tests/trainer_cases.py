@@ -1,0 +1,56 @@
+"""A tiny model, a tiny text and a run of them, for the tests of training."""
+
+from pathlib import Path
+
+import torch
+
+import mambakit as mk
+from mambakit.trainer.batches import Rows, encode
+from mambakit.trainer.loop import HeldOut, Step, Trainer
+from mambakit.trainer.ranks import Ranks
+from mambakit.trainer.run import LOG, read_log
+from mambakit.trainer.settings import TrainSettings
+from mambakit.trainer.text import Document
+from mambakit.trainer.tokens import Bytes
+
+TINY = {"steps": 12, "batch": 4, "seq_len": 16, "lr": 0.01, "warmup": 3, "evaluate_every": 6, "save_every": 4}
+
+
+def make_documents(count: int = 30) -> list[Document]:
+    words = [b"scan", b"state", b"gate", b"read", b"write"]
+    return [Document(f"d{i}", b" ".join(words[(i * j + j) % 5] for j in range(1, 8 + i))) for i in range(count)]
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> mk.LanguageModel:
+    torch.manual_seed(0)
+    block = mk.Mamba3Config(d_model=16, state_rank=8, per_head_dim=8)
+    return mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=257), dtype=dtype)
+
+
+def make_trainer(ranks: Ranks | None = None, dtype: torch.dtype = torch.float32, **changed) -> Trainer:
+    settings = TrainSettings(**{**TINY, **changed})
+    tokens, documents = Bytes(), make_documents()
+    encoded = encode(documents, tokens)
+    held_out = HeldOut(encoded[:3], [len(document.content) for document in documents[:3]])
+    return Trainer(make_model(dtype), settings, Rows(encoded, tokens.end, settings), held_out, ranks)
+
+
+class Silent:
+    """Watches without a word."""
+
+    def __init__(self):
+        self.notes: list[str] = []
+
+    def step(self, step: Step) -> None:
+        pass
+
+    def evaluation(self, step: int, bits_per_byte: float) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def losses(folder: Path) -> list[float]:
+    """Of all steps in a run's log."""
+    return [line["loss"] for line in read_log(folder / LOG) if "loss" in line]
