@@ -5,6 +5,7 @@ from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
 from mambakit.checkpoints import load_model, save_model
+from mambakit.compat.hf import accelerate
 from mambakit.generation import generate, stream
 from mambakit.models.bidirectional import BidirectionalConfig, BidirectionalStack
 from mambakit.models.language_model import LanguageModel, ModelConfig
@@ -71,6 +72,7 @@ __all__ = [
     "StridedStretched",
     "SymmetricCyclic",
     "SymmetricStretched",
+    "accelerate",
     "caches",
     "causal_conv",
     "depth_aware_bias",

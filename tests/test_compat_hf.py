@@ -1,0 +1,128 @@
+"""`mambakit.accelerate`: transformers' models with our scans give the same outputs, caches, texts and gradients."""
+
+import pytest
+import torch
+
+import mambakit as mk
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
+HYBRID = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "mamba": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=5)),
+    "falcon_mamba": lambda: transformers.FalconMambaForCausalLM(transformers.FalconMambaConfig(**SIZES, state_size=5)),
+    "mamba2": lambda: transformers.Mamba2ForCausalLM(
+        transformers.Mamba2Config(**SIZES, num_heads=8, head_dim=8, state_size=16, n_groups=2, chunk_size=16)
+    ),
+    "jamba": lambda: transformers.JambaForCausalLM(
+        transformers.JambaConfig(
+            **HYBRID,
+            mamba_d_state=5,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            num_experts=2,
+            num_experts_per_tok=1,
+            use_mamba_kernels=False,
+        )
+    ),
+    "bamba": lambda: transformers.BambaForCausalLM(
+        transformers.BambaConfig(
+            **HYBRID,
+            mamba_n_heads=8,
+            mamba_d_head=8,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            mamba_chunk_size=16,
+            attn_layer_indices=[1],
+        )
+    ),
+}
+
+
+def make(name: str):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_equal_and_undo_gives_back(name):
+    model, ids = make(name), torch.randint(3, 50, (2, 37))
+    before_forwards = [type(module).forward for module in model.modules()]
+    with torch.no_grad():
+        before = model(ids).logits
+        done = mk.accelerate(model)
+        after = model(ids).logits
+        done.undo()
+        again = model(ids).logits
+    assert done.mixers
+    assert done.functions
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    assert torch.equal(again, before)
+    assert [type(module).forward for module in model.modules()] == before_forwards
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_is_equal(name):
+    """With transformers' own cache: a prompt at once, then tokens one by one."""
+    model, ids = make(name), torch.randint(3, 50, (2, 9))
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(ids, **settings)
+    mk.accelerate(model)
+    assert torch.equal(model.generate(ids, **settings), before)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_gradients_are_equal(name):
+    model, ids = make(name).train(), torch.randint(3, 50, (2, 21))
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+    before = gradients()
+    mk.accelerate(model)
+    after = gradients()
+    assert before.keys() == after.keys()
+    for key in before:
+        torch.testing.assert_close(after[key], before[key], rtol=1e-3, atol=1e-5, msg=lambda text, key=key: key + text)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_padding_on_the_left_is_equal(name):
+    model, ids = make(name), torch.randint(3, 50, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        before = model(ids, attention_mask=mask).logits
+        mk.accelerate(model)
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits, before, rtol=1e-4, atol=1e-5)
+
+
+def test_only_this_model_changes():
+    one, other = make("mamba2"), make("mamba2")
+    mk.accelerate(one)
+    assert not any("forward" in vars(module) for module in other.modules())
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="no mixers"):
+        mk.accelerate(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="a loaded model"):
+        mk.accelerate("state-spaces/mamba-130m")
+    model = make("mamba")
+    mk.accelerate(model)
+    with pytest.raises(ValueError, match="replaced already"):
+        mk.accelerate(model)
