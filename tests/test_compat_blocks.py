@@ -98,6 +98,16 @@ def test_the_convolution_is_padded_as_officially():
     assert (block.d_inner, block.d_state, block.d_conv, block.dt_rank, block.expand) == (32, 8, 4, 1, 2)
 
 
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_what_wraps_the_convolution_is_called(name):
+    block, x, calls = make(name), torch.randn(2, 7, 16), []
+    want = block(x)
+    block.conv1d.register_forward_hook(lambda *call: calls.append(call))
+    torch.testing.assert_close(block(x), want)
+    assert len(calls) == 1
+    assert len(list(block.conv1d.parameters())) == 2
+
+
 def test_a_subclass_with_a_forward_of_its_own():
     Mamba, inner = official("mamba_ssm", "Mamba"), official("mamba_ssm", "mamba_inner_fn")
 

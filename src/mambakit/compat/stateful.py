@@ -1,6 +1,6 @@
 """What the official blocks have in common: states that are kept by layer and updated in place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,10 +60,23 @@ class PaddedConv1d(CausalConv1d):
 
     def __init__(self, channels: int, taps: int, bias: bool, **made: Any):
         super().__init__(channels, channels, taps, groups=channels, padding=taps - 1, bias=bias, **made)
+        # A list, so that it is no submodule with parameters of its own.
+        self.twin = [CausalConv1d(channels, channels, taps, groups=channels, bias=bias, device="meta")]
 
     def forward(self, input: Tensor) -> Tensor:
         pad = self.kernel_size[0] - 1
         return correlate(input.mT, self.weight[:, 0], self.bias, pad=(pad, pad)).mT
+
+
+def without_padding(conv: Any) -> Callable[[Tensor], Tensor]:
+    """The convolution as our blocks call it, with the inputs before the sequence in front."""
+    hooked = any((conv._forward_hooks, conv._forward_pre_hooks, conv._backward_hooks, conv._backward_pre_hooks))
+    if type(conv) is PaddedConv1d and not hooked and not torch.compiler.is_compiling():
+        twin = conv.twin[0]
+        twin._parameters.update(conv._parameters)
+        return twin
+    # Something wraps it and has to be called.
+    return lambda x_bvS: conv(x_bvS)[..., conv.kernel_size[0] - 1 : x_bvS.shape[-1]]
 
 
 class WithWindow:
@@ -71,10 +84,8 @@ class WithWindow:
 
     def __init__(self, block: Any, **changed: Any):
         self.block = block
-        self.config = replace(block.config, **changed)
+        self.config = replace(block.config, **changed) if changed else block.config
+        self.conv1d = without_padding(block.conv1d)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)
-
-    def conv1d(self, x_bvS: Tensor) -> Tensor:
-        return self.block.conv1d(x_bvS)[..., self.config.conv_kernel - 1 : x_bvS.shape[-1]]

@@ -83,19 +83,18 @@ def causal_conv1d_update(
     size = bind(x_bvs=x_bvs, conv_state_bvL=state_bvL, weight_vk=weight, bias_v=bias)
     if size.k > size.L + 1:
         raise ValueError(f"conv_state holds {size.L} inputs, but a kernel of {size.k} taps needs {size.k - 1}")
-    order_bL = ring_order(size.b, size.L, cache_seqlens, x.device)
-    past_bvL = state_bvL.gather(2, order_bL[:, None].expand_as(state_bvL))
-    together_bvS = torch.cat((past_bvL.to(x.dtype), x_bvs), dim=2)
+    past_bvL = state_bvL
+    if cache_seqlens is not None:
+        past_bvL = state_bvL.gather(2, ring_order(cache_seqlens, size.L, state_bvL))
     window_bvk = F.pad(past_bvL[:, :, size.L - (size.k - 1) :], (1, 0))
     x_bsv, weight_vk, bias_v, window_bvk = in_one_precision(x_bvs.mT, weight, bias, window_bvk)
     y_bsv, _ = causal_conv(x_bsv, weight_vk, bias_v, window_bvk)
     y_bvs = (F.silu(y_bsv) if with_silu else y_bsv).mT.to(x.dtype)
     with torch.no_grad():
-        # The newest inputs, the oldest of them where the next one will go.
-        next_seqlens = None if cache_seqlens is None else cache_seqlens + size.s
-        order_bL = ring_order(size.b, size.L, next_seqlens, x.device)
-        newest_bvL = together_bvS[:, :, size.s :].to(conv_state.dtype)
-        after_bvL = torch.empty_like(newest_bvL).scatter_(2, order_bL[:, None].expand_as(newest_bvL), newest_bvL)
+        after_bvL = torch.cat((past_bvL, x_bvs.to(conv_state.dtype)), dim=2)[:, :, size.s :]
+        if cache_seqlens is not None:
+            order_bvL = ring_order(cache_seqlens + size.s, size.L, state_bvL)
+            after_bvL = torch.empty_like(after_bvL).scatter_(2, order_bvL, after_bvL)
         if conv_state_indices is None:
             conv_state.copy_(after_bvL)
         else:
@@ -114,11 +113,11 @@ def causal_conv1d_update_ref(
     return causal_conv1d_update(x, conv_state, weight, bias, activation, cache_seqlens)
 
 
-def ring_order(b: int, length: int, cache_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Columns of a state from the oldest input to the newest."""
-    order_bL = torch.arange(length, device=device).expand(b, length)
-    if cache_seqlens is None:
-        return order_bL
-    if tuple(cache_seqlens.shape) != (b,):
-        raise ValueError(f"cache_seqlens has shape {tuple(cache_seqlens.shape)}, expected {(b,)}: one count per row")
-    return (order_bL + cache_seqlens[:, None].long()) % max(length, 1)
+def ring_order(seen_b: Tensor, length: int, state_bvL: Tensor) -> Tensor:
+    """Columns of a ring after `seen` inputs, from the oldest to the newest, for every channel."""
+    if tuple(seen_b.shape) != (len(state_bvL),):
+        raise ValueError(
+            f"cache_seqlens has shape {tuple(seen_b.shape)}, expected {(len(state_bvL),)}: one count per row"
+        )
+    order_bL = (torch.arange(length, device=state_bvL.device) + seen_b[:, None].long()) % max(length, 1)
+    return order_bL[:, None].expand_as(state_bvL)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks.layers import Linear, convolve
 from mambakit.compat.arguments import refuse_unknown
-from mambakit.compat.stateful import PaddedConv1d
+from mambakit.compat.stateful import PaddedConv1d, without_padding
 
 __all__ = ["MHA"]
 
@@ -99,14 +99,11 @@ class MHA(nn.Module):
             before = qkv_bsv.new_zeros(len(qkv_bsv), qkv_bsv.shape[2], self.d_conv)
         else:
             before = window
-        y_bsv, after = convolve(self.unpadded, qkv_bsv, before, None, None)  # type: ignore[arg-type]
+        y_bsv, after = convolve(without_padding(self.conv1d), qkv_bsv, before, None, None)  # type: ignore[arg-type]
         if window is not None:
             with torch.no_grad():
                 window.copy_(after)
         return y_bsv
-
-    def unpadded(self, x_bvS: Tensor) -> Tensor:
-        return self.conv1d(x_bvS)[..., self.d_conv - 1 : x_bvS.shape[-1]]
 
     def turned(self, x_bshp: Tensor, past: int) -> Tensor:
         """Rotary embedding of the first `rotary_emb_dim` channels."""

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from mambakit.compat.arguments import check_activation, in_one_precision, step_size
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
+from mambakit.compat.mamba2_core import scan, scan_packed
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mambakit.compat.mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
-from mambakit.compat.packing import from_rows, packed, segments_of, to_rows
+from mambakit.compat.packing import segments_of
 from mambakit.ops.shapes import bind
-from mambakit.ops.ssd import ssd
 
 __all__ = [
     "mamba_chunk_scan",
@@ -78,34 +78,6 @@ def mamba_chunk_scan_combined(
     states = [final_states] if return_final_states else []
     states += [varlen_states] if return_varlen_states else []
     return (y.to(dtype), *states) if states else y.to(dtype)
-
-
-def scan(
-    x_bshp: Tensor,
-    b_bsgr: Tensor,
-    c_bsgr: Tensor,
-    da_bsh: Tensor,
-    dt_bsh: Tensor,
-    state_bhpr: Tensor | None,
-    segments_bs: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Mamba-2's filling of the core."""
-    v_bsmhp, b_bsmgr, c_bsmgr = (t[:, :, None] for t in (x_bshp, b_bsgr, c_bsgr))
-    entering = (da_bsh, dt_bsh, dt_bsh, state_bhpr)
-    y_bsmhp, leaving_bhpr = ssd(v_bsmhp, b_bsmgr, c_bsmgr, *entering, segments_bs=segments_bs)
-    return y_bsmhp[:, :, 0], leaving_bhpr
-
-
-def scan_packed(
-    sequence: tuple[Tensor, ...], state_1hpr: Tensor | None, cu_seqlens: Tensor, seq_idx: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Every packed sequence in a row of its own, beyond whose end a step size of zero changes nothing."""
-    layout = packed(sequence[0], cu_seqlens, seq_idx)
-    if state_1hpr is not None:
-        first_r = torch.arange(len(layout.lengths_r), device=state_1hpr.device) == 0
-        state_1hpr = state_1hpr * first_r[:, None, None, None]
-    y_rlhp, state_rhpr = scan(*(to_rows(layout, t) for t in sequence), state_1hpr)  # type: ignore[misc]
-    return from_rows(layout, y_rlhp, sequence[0].shape[1]), state_rhpr[-1:], state_rhpr
 
 
 def mamba_chunk_scan(
