@@ -1,0 +1,112 @@
+"""`mambakit generate`: text from checkpoints, in one go and turn by turn."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+import mambakit as mk
+from mambakit.cli.main import main
+from mambakit.trainer.tokens import Bytes, TokenizerFile
+from test_trainer import make_tokenizer
+from trainer_cases import make_model
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    mk.save_model(make_model(), tmp_path / "run" / "model")
+    Bytes().save(tmp_path / "run" / "model")
+    return tmp_path / "run" / "model"
+
+
+def generate(*arguments) -> int:
+    return main(["generate", *map(str, arguments)])
+
+
+def continued(model_dir, text: str, count: int, **options) -> str:
+    ids = [256, *text.encode()]
+    return Bytes().decode(mk.generate(mk.load_model(model_dir), ids, max_new_tokens=count, **options)[0].tolist())
+
+
+def test_text_follows_a_prompt(model_dir, capsys):
+    assert generate(model_dir, "--prompt", "def ", "--max-new-tokens=12", "--seed=3", "--top-p=0.9", "--stats") == 0
+    printed, told = capsys.readouterr()
+    assert printed == continued(model_dir, "def ", 12, seed=3, top_p=0.9, stop=[256]) + "\n"
+    assert "prompt 5 tokens at" in told
+    assert "new 12 tokens at" in told
+    assert generate(model_dir.parent, "--prompt=x", "--max-new-tokens=1") == 0  # the folder of the run will do
+
+
+def test_the_prompt_may_come_in_on_standard_input(model_dir, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))  # bytes, whatever they mean
+    assert generate(model_dir, "--max-new-tokens=4", "--temperature=0", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt"] == "caf�"
+    assert (result["prompt_tokens"], result["new_tokens"]) == (5, 4)
+    assert result["decode_tokens_per_second"] > 0
+
+
+def test_a_chat_keeps_its_state(model_dir, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n\n"))
+    assert generate(model_dir, "--chat", "--max-new-tokens=5", "--temperature=0", "--keep-going") == 0
+    model, tokens = mk.load_model(model_dir), Bytes()
+    first = mk.stream(model, [256, *b"one\n"], max_new_tokens=5, temperature=0)
+    for _ in first:
+        pass
+    second = mk.generate(model, list(b"two\n"), max_new_tokens=5, temperature=0, cache=first.cache)
+    expected = [tokens.decode(first.tokens[0].tolist()), tokens.decode(second[0].tolist())]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+
+
+def test_it_ends_at_a_given_text(model_dir, capsys):
+    arguments = (model_dir, "--prompt=a", "--json", "--seed=2", "--max-new-tokens=30")
+    assert generate(*arguments) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    letter = next(c for c in text if c.isascii() and c.isprintable())
+    assert generate(*arguments, "--stop", letter) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == text[: text.index(letter) + 1]
+
+
+def test_it_ends_where_the_document_does(model_dir, capsys, monkeypatch):
+    logits = mk.LanguageModel.logits
+    only_the_end = torch.zeros(257)
+    only_the_end[256] = 1e9
+    monkeypatch.setattr(mk.LanguageModel, "logits", lambda self, x: logits(self, x) + only_the_end)
+    arguments = (model_dir, "--prompt=a", "--json", "--max-new-tokens=3")
+    for more, count in ([], 1), (["--keep-going"], 3):
+        assert generate(*arguments, *more) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert (result["new_tokens"], result["text"]) == (count, "")
+
+
+def test_a_tokenizer_beside_the_weights_or_given(tmp_path, capsys):
+    tokenizer = make_tokenizer(tmp_path)
+    tokens = TokenizerFile(tokenizer)
+    block = mk.Mamba2Config(d_model=16, state_rank=8, per_head_dim=8)
+    model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=1, vocab_size=tokens.vocab_size))
+    mk.save_model(model, tmp_path / "model", format="official")
+    arguments = (tmp_path / "model", "--prompt=to be", "--max-new-tokens=6", "--seed=1", "--keep-going")
+    assert generate(*arguments) == 2
+    assert "no text.json and no tokenizer.json; give --tokenizer" in capsys.readouterr().err
+    assert generate(*arguments, "--tokenizer", tokenizer) == 0
+    given = capsys.readouterr().out
+    (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    assert generate(*arguments) == 0
+    assert capsys.readouterr().out == given
+    ids = mk.generate(model, [tokens.end, *tokens.encode(b"to be")], max_new_tokens=6, seed=1)
+    assert given == tokens.decode(ids[0].tolist()) + "\n"
+
+
+def test_bad_input_is_one_line_and_exit_code_2(model_dir, tmp_path, capsys):
+    for arguments, message in [
+        ([tmp_path / "absent", "--prompt=x", "--tokenizer=bytes"], "there is no directory"),
+        ([model_dir, "--prompt=x", "--temperature=-1"], "temperature"),
+        ([model_dir, "--prompt=x", "--chat"], "leave out --prompt"),
+        ([model_dir, "--prompt=x", "--tokenizer", tmp_path / "none.json"], "there is no tokenizer file"),
+    ]:
+        assert generate(*arguments) == 2, arguments
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == 1
+        assert message in told[0]
