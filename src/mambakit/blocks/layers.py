@@ -1,14 +1,19 @@
 """The small modules blocks are made of. They keep the official parameter names."""
 
 import math
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.ops import matvec
-from mambakit.ops.causal_conv import correlate
+from mambakit.ops.backend import use_kernels
+from mambakit.ops.causal_conv import causal_conv_in_parts, correlate, last_inputs
 from mambakit.ops.norm import gated_rms_norm, rms_norm
+from mambakit.ops.ssd_path import SsdPath
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Linear(nn.Linear):
@@ -94,9 +99,14 @@ class CausalConv1d(nn.Conv1d):
     find what they know.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
+    @property
+    def is_depthwise(self) -> bool:
+        """One filter per channel, nothing padded or left out."""
         depthwise = self.groups == self.in_channels == self.out_channels
-        if not depthwise or self.padding != (0,) or self.stride != (1,) or self.dilation != (1,):
+        return depthwise and self.padding == (0,) and self.stride == (1,) and self.dilation == (1,)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.is_depthwise:
             return super().forward(input)
         if input.shape[-1] == self.kernel_size[0] and torch.promote_types(input.dtype, torch.float32) == input.dtype:
             y_bv1 = (input * self.weight[:, 0]).sum(-1, keepdim=True)
@@ -119,7 +129,7 @@ def convolve(
         return conv(window_bvk).mT, window_bvk
     spaced_bSv = torch.cat([window_bvk[:, :, 1:].mT, x_bsv], 1)
     if segments_bs is None:
-        return conv(spaced_bSv.mT).mT, _window_after(x_bsv, window_bvk, None, lengths_b)
+        return conv(spaced_bSv.mT).mT, last_inputs(x_bsv, window_bvk, k, None, lengths_b)
     starts_bs = torch.nn.functional.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
     shift_bs = starts_bs.cumsum(1) * (k - 1)
     place_bs = torch.arange(x_bsv.shape[1], device=x_bsv.device) + shift_bs
@@ -129,24 +139,44 @@ def convolve(
     spaced_bSv = spaced_bSv.scatter(1, (place_bs + k - 1)[..., None].expand_as(x_bsv), x_bsv)
     y_bSv = conv(spaced_bSv.mT).mT
     y_bsv = y_bSv.gather(1, place_bs[..., None].expand(-1, -1, y_bSv.shape[2]))
-    return y_bsv, _window_after(x_bsv, window_bvk, segments_bs, lengths_b)
+    return y_bsv, last_inputs(x_bsv, window_bvk, k, segments_bs if x_bsv.shape[1] else None, lengths_b)
 
 
-def _window_after(x_bsv: Tensor, window_bvk: Tensor, segments_bs: Tensor | None, lengths_b: Tensor | None) -> Tensor:
-    """The last `k` inputs of every row, zero where they belong to a sequence before the last token's."""
-    k, length = window_bvk.shape[2], x_bsv.shape[1]
-    if segments_bs is None and lengths_b is None:
-        tail_bkv = x_bsv[:, -k:] if length >= k else torch.cat([window_bvk.mT[:, length:], x_bsv], 1)
-        return tail_bkv.mT.contiguous()
-    if lengths_b is None:
-        lengths_b = torch.full((x_bsv.shape[0],), length, device=x_bsv.device)
-    all_bSv = torch.cat([window_bvk.mT, x_bsv], 1)
-    index_bk = lengths_b[:, None] + torch.arange(k, device=x_bsv.device)
-    tail_bkv = all_bSv.gather(1, index_bk[..., None].expand(-1, -1, all_bSv.shape[2]))
-    if segments_bs is not None and length:
-        ids_bS = torch.cat([segments_bs[:, :1].expand(-1, k), segments_bs], 1).gather(1, index_bk)
-        tail_bkv = tail_bkv.masked_fill((ids_bS != ids_bS[:, -1:])[..., None], 0)
-    return tail_bkv.mT.contiguous()
+def convolve_silu(
+    conv: nn.Module,
+    x_bsv: Tensor,
+    window_bvk: Tensor,
+    widths: list[int],
+    segments_bs: Tensor | None,
+    lengths_b: Tensor | None,
+    backend: str,
+) -> tuple[list[Tensor], Tensor]:
+    """`silu(conv(x))` cut into `widths`, and the window as `convolve` gives it."""
+    if is_plain(conv, CausalConv1d) and conv.is_depthwise and use_kernels(backend, x_bsv, window_bvk, conv.weight):
+        return causal_conv_in_parts(
+            x_bsv,
+            conv.weight.squeeze(1),
+            conv.bias,
+            window_bvk.to(x_bsv.dtype),
+            widths,
+            segments_bs=segments_bs,
+            lengths_b=lengths_b,
+            silu=True,
+            backend=backend,
+        )
+    y_bsv, window_bvk = convolve(conv, x_bsv, window_bvk, segments_bs, lengths_b)
+    return list(F.silu(y_bsv).split(widths, dim=-1)), window_bvk
+
+
+def around_scan(path: SsdPath) -> str:
+    """The backend of what surrounds the scan. Kernels have first derivatives only, as the recalculated scan has."""
+    return path.backend if path.algorithm == "serial_recalculated" else "torch"
+
+
+def is_plain(module: nn.Module, kind: type[Module]) -> TypeGuard[Module]:
+    """Whether calling `module` does what `kind` says and no more: no adapter around it, nothing hooked into it."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is kind and not any(hooks) and "forward" not in vars(module)
 
 
 def last_token(x_bsX: Tensor, before_bX: Tensor, lengths_b: Tensor | None) -> Tensor:

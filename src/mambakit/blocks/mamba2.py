@@ -10,8 +10,18 @@ from torch import Tensor, nn
 
 from mambakit.blocks import fused_step, rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
-from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, Linear, convolve, init_dt_bias, mark
+from mambakit.blocks.layers import (
+    CausalConv1d,
+    GatedRMSNorm,
+    Linear,
+    around_scan,
+    convolve_silu,
+    init_dt_bias,
+    is_plain,
+    mark,
+)
 from mambakit.ops.activations import softplus
+from mambakit.ops.norm import finish
 from mambakit.ops.ssd import learned_start, ssd
 from mambakit.ops.ssd_path import SsdPath
 
@@ -157,7 +167,7 @@ class Mamba2(rows.Block[Mamba2Cache]):
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba2Cache]:
-        config = self.config
+        config, path = self.config, SsdPath.of(path)
         width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
         projected_bsX = self.in_proj(x_bsd)
         if fused := fused_step.mamba2(self, projected_bsX, cache, path, segments_bs, lengths_b):
@@ -165,8 +175,10 @@ class Mamba2(rows.Block[Mamba2Cache]):
         z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = projected_bsX.split(
             (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
         )
-        xbc_bsv, window_bvk = convolve(self.conv1d, xbc_bsv, cache.conv_bvk, segments_bs, lengths_b)
-        x_bsi, b_bsG, c_bsG = F.silu(xbc_bsv).split((width, gr, gr), dim=-1)
+        backend = around_scan(path)
+        (x_bsi, b_bsG, c_bsG), window_bvk = convolve_silu(
+            self.conv1d, xbc_bsv, cache.conv_bvk, [width, gr, gr], segments_bs, lengths_b, backend
+        )
         x_bshp = x_bsi.unflatten(-1, (config.nheads, config.per_head_dim))
         b_bsmgr, c_bsmgr = (t.unflatten(-1, (1, config.ngroups, config.state_rank)) for t in (b_bsG, c_bsG))
 
@@ -188,9 +200,28 @@ class Mamba2(rows.Block[Mamba2Cache]):
             y_start, state_start = learned_start(self.init_states, c_bsmgr, da_bsh, segments_bs)
             y_bsmhp, state_bhpr = y_bsmhp + y_start.to(y_bsmhp.dtype), state_bhpr + state_start
 
-        skip_hp = self.D.view(config.nheads, -1)
-        y_bsi = (y_bsmhp[:, :, 0] + skip_hp * x_bshp).flatten(-2).to(z_bsi.dtype)
-        y_bsi = self.norm(y_bsi, z_bsi) if config.rmsnorm else y_bsi * F.silu(z_bsi)
+        y_bsi = self.gate(y_bsmhp.flatten(-2), x_bsi, z_bsi, backend)
         if mlp:
             y_bsi = torch.cat([F.silu(z_mlp) * x_mlp, y_bsi], -1)
         return self.out_proj(y_bsi), Mamba2Cache(window_bvk, state_bhpr)
+
+    def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor, backend: str) -> Tensor:
+        """Skip, gate and norm."""
+        config = self.config
+        skip_i = self.D.view(config.nheads, -1).expand(-1, config.per_head_dim).flatten()
+        if not config.rmsnorm:
+            return finish(y_bsmi, x_bsi, skip_i, z_bsi, backend=backend)
+        norm = self.norm
+        if not is_plain(norm, GatedRMSNorm):
+            return norm((y_bsmi[:, :, 0] + skip_i * x_bsi).to(z_bsi.dtype), z_bsi)
+        return finish(
+            y_bsmi,
+            x_bsi,
+            skip_i,
+            z_bsi,
+            norm.weight,
+            norm.eps,
+            group_size=norm.group_size,
+            norm_before_gate=norm.norm_before_gate,
+            backend=backend,
+        )

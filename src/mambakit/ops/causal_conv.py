@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.ops.backend import use_kernels
+from mambakit.ops.kernels.cpu import causal_conv as kernels
 from mambakit.ops.shapes import bind, check_floats, check_segments
 
 
@@ -16,28 +19,80 @@ def causal_conv(
     window_bvk: Tensor | None = None,
     *,
     segments_bs: Tensor | None = None,
+    lengths_b: Tensor | None = None,
+    silu: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`y_t = bias + sum_q weight[q] x_{t-(k-1)+q}` per channel, without activation.
+    """`y_t = bias + sum_q weight[q] x_{t-(k-1)+q}` per channel, then SiLU if asked for.
 
     `window_bvk` holds the `k` inputs before `x`, oldest first (None: zeros). Returns `y_bsv` and the window for the
     next call, so splitting the sequence anywhere gives the same result as one call. `y` has the dtype of `x`; a given
     window keeps its own. Sums are at least float32.
 
     With `segments_bs` a tap counts only inside the segment of its output; the entering window belongs to the segment of
-    the first token, and the returned one is zero before the segment of the last token.
+    the first token, and the returned one is zero before the segment of the last token. `lengths_b` says how many of a
+    row's tokens count for the returned window.
     """
-    size = bind(x_bsv=x_bsv, weight_vk=weight_vk, bias_v=bias_v, window_bvk=window_bvk, segments_bs=segments_bs)
+    (y_bsv,), window_bvk = causal_conv_in_parts(
+        x_bsv,
+        weight_vk,
+        bias_v,
+        window_bvk,
+        [x_bsv.shape[-1]],
+        segments_bs=segments_bs,
+        lengths_b=lengths_b,
+        silu=silu,
+        backend=backend,
+    )
+    return y_bsv, window_bvk
+
+
+def causal_conv_in_parts(
+    x_bsv: Tensor,
+    weight_vk: Tensor,
+    bias_v: Tensor | None,
+    window_bvk: Tensor | None,
+    widths: list[int],
+    *,
+    segments_bs: Tensor | None = None,
+    lengths_b: Tensor | None = None,
+    silu: bool = False,
+    backend: str = "auto",
+) -> tuple[list[Tensor], Tensor]:
+    """`causal_conv` with its channels cut into `widths`."""
+    size = bind(
+        x_bsv=x_bsv,
+        weight_vk=weight_vk,
+        bias_v=bias_v,
+        window_bvk=window_bvk,
+        segments_bs=segments_bs,
+        lengths_b=lengths_b,
+    )
     check_floats({"x_bsv": x_bsv}, {"weight_vk": weight_vk, "bias_v": bias_v, "window_bvk": window_bvk})
     if size.k < 1:
         raise ValueError(f"weight_vk needs at least one tap, got shape {tuple(weight_vk.shape)}")
     if segments_bs is not None:
         check_segments(segments_bs)
-    if size.s == 1:
-        return convolve_one_token(x_bsv, weight_vk, bias_v, window_bvk)
     if size.s == 0:
         segments_bs = None
-    y_bsv = convolve(x_bsv, weight_vk, bias_v, window_bvk, segments_bs)
-    return y_bsv, last_inputs(x_bsv, window_bvk, size.k, segments_bs)
+    tensors = (x_bsv, weight_vk, bias_v, window_bvk)
+    if use_kernels(backend, *tensors):
+        *parts, after_bvk = run_kernel(*tensors, segments_bs, lengths_b, widths, silu)
+        window_dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype
+        return [part.to(x_bsv.dtype) for part in parts], after_bvk.to(window_dtype)
+    if size.s == 1 and lengths_b is None:
+        y_bsv, window_bvk = convolve_one_token(*tensors)
+    else:
+        y_bsv = convolve(*tensors, segments_bs)
+        window_bvk = last_inputs(x_bsv, window_bvk, size.k, segments_bs, lengths_b)
+    return list((F.silu(y_bsv) if silu else y_bsv).split(widths, dim=-1)), window_bvk
+
+
+def run_kernel(*inputs: Any) -> list[Tensor]:
+    inputs = (*(None if t is None else t.float() for t in inputs[:4]), *inputs[4:])
+    # The operator's bookkeeping takes longer than a token's convolution.
+    direct = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(inputs[0]) is Tensor
+    return kernels.convolve(*inputs) if direct else kernels.causal_conv_cpu(*inputs)
 
 
 def convolve_one_token(
@@ -64,18 +119,30 @@ def convolve(
     return correlate(x_bSv, weight_vk, bias_v, segments_bS, segments_bs).to(x_bsv.dtype)
 
 
-def last_inputs(x_bsv: Tensor, window_bvk: Tensor | None, k: int, segments_bs: Tensor | None) -> Tensor:
-    """The last `k` columns of `cat(window, x)`, zero outside the last token's segment; never a view of `x`."""
+def last_inputs(
+    x_bsv: Tensor, window_bvk: Tensor | None, k: int, segments_bs: Tensor | None, lengths_b: Tensor | None = None
+) -> Tensor:
+    """The last `k` columns of `cat(window, x)`, zero outside the last token's segment; never a view of `x`.
+
+    The last token is the last of the row, or the one `lengths_b` counts up to.
+    """
     b, s, v = x_bsv.shape
+    dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype
+    older_bkv = x_bsv.new_zeros(b, k, v) if window_bvk is None else window_bvk.mT
+    if lengths_b is not None:
+        index_bk = lengths_b[:, None] + torch.arange(k, device=x_bsv.device)
+        last_bkv = torch.cat((older_bkv, x_bsv), dim=1).gather(1, index_bk[..., None].expand(-1, -1, v))
+        if segments_bs is not None:
+            ids_bk = torch.cat((segments_bs[:, :1].expand(-1, k), segments_bs), dim=1).gather(1, index_bk)
+            last_bkv = last_bkv.masked_fill((ids_bk != ids_bk[:, -1:])[..., None], 0)
+        return last_bkv.mT.to(dtype).contiguous()
     last_bkv = x_bsv[:, -k:]
     if s < k:
-        older_bkv = x_bsv.new_zeros(b, k - s, v) if window_bvk is None else window_bvk[:, :, s:].mT
-        last_bkv = torch.cat((older_bkv, last_bkv), dim=1)
+        last_bkv = torch.cat((older_bkv[:, s:], last_bkv), dim=1)
     if segments_bs is not None:
         same_bk = segments_bs[:, -k:] == segments_bs[:, -1:]
         same_bk = torch.cat((same_bk[:, :1].expand(-1, k - same_bk.shape[1]), same_bk), dim=1)
         last_bkv = last_bkv.masked_fill(~same_bk[:, :, None], 0)
-    dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype
     return last_bkv.mT.to(dtype).clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and gated RMSNorm over the last axis."""
+"""RMSNorm and gated RMSNorm over the last axis, alone and at the end of a scan."""
 
 from typing import Any
 
@@ -6,15 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.ops.shapes import check_floats
+from mambakit.ops.backend import use_kernels
+from mambakit.ops.kernels.cpu import norm as kernels
+from mambakit.ops.shapes import bind, check_floats
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, group_size: int | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`, the mean over consecutive groups of `group_size` channels (None: all).
 
     `weight` spans the whole last axis. Computed in at least float32, returned in the dtype of `x`.
     """
-    return gated_rms_norm(x, None, weight, eps, group_size=group_size)
+    return gated_rms_norm(x, None, weight, eps, group_size=group_size, backend=backend)
 
 
 def gated_rms_norm(
@@ -25,19 +34,23 @@ def gated_rms_norm(
     *,
     group_size: int | None = None,
     norm_before_gate: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """`rms_norm(x * silu(z))`, or `rms_norm(x) * silu(z)` with `norm_before_gate`; `z=None` is no gate."""
     check_floats({"x": x}, {"z": z, "weight": weight})
     width = x.shape[-1] if x.dim() else 0
-    group_size = width if group_size is None else group_size
     if width < 1:
         raise ValueError(f"x needs a last axis of at least one channel, got shape {tuple(x.shape)}")
-    if group_size < 1 or width % group_size:
-        raise ValueError(f"group_size = {group_size} does not divide the {width} channels of x")
+    group_size = check_group_size(group_size, width)
     if z is not None and z.shape != x.shape:
         raise ValueError(f"z has shape {tuple(z.shape)} but x has {tuple(x.shape)}")
     if weight is not None and weight.shape != (width,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({width},)")
+    if use_kernels(backend, x, z, weight):
+        x_N1i, z_Ni = x.reshape(-1, 1, width), None if z is None else z.reshape(-1, width)
+        order = kernels.NORM_FIRST if norm_before_gate else kernels.GATE_FIRST
+        y = run_kernel(x_N1i, None, None, z_Ni, None, None, None, weight, group_size, order, eps)
+        return y.view(x.shape).to(x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     gate = None if z is None else F.silu(z.to(wide))
     y = x.to(wide) if gate is None or norm_before_gate else x * gate
@@ -46,6 +59,119 @@ def gated_rms_norm(
     norm = Norm.apply if torch.is_grad_enabled() else Norm.forward
     y = norm(y.unflatten(-1, (-1, group_size)), scale, eps).flatten(-2)
     return (y if gate is None or not norm_before_gate else y * gate).to(x.dtype)
+
+
+def finish(
+    y_bsmi: Tensor,
+    x_bsi: Tensor,
+    skip_i: Tensor,
+    z_bsi: Tensor,
+    weight_i: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+    mimo_x_mi: Tensor | None = None,
+    mimo_z_mi: Tensor | None = None,
+    mimo_o_mi: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """What follows a scan: skip, gate and norm of every rank, and their sum, `[b, s, i]` in the dtype of `z`.
+
+        u_m = y_m + skip x mimo_x_m,    g_m = z mimo_z_m,    sum_m mimo_o_m gated_rms_norm(u_m, g_m, weight)
+
+    Without `weight_i` there is no norm, only the gate: `u_m silu(g_m)`.
+    """
+    parameters = {
+        "skip_i": skip_i,
+        "weight_i": weight_i,
+        "mimo_x_mi": mimo_x_mi,
+        "mimo_z_mi": mimo_z_mi,
+        "mimo_o_mi": mimo_o_mi,
+    }
+    size = bind(y_bsmi=y_bsmi, x_bsi=x_bsi, z_bsi=z_bsi, **parameters)
+    check_floats({"y_bsmi": y_bsmi, "x_bsi": x_bsi, "z_bsi": z_bsi}, parameters)
+    group_size = check_group_size(group_size, size.i)
+    order = kernels.NORM_FIRST if norm_before_gate else kernels.GATE_FIRST
+    inputs = (
+        y_bsmi.flatten(0, 1),
+        x_bsi.flatten(0, 1),
+        skip_i,
+        z_bsi.flatten(0, 1),
+        *(mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i),
+        *(group_size, kernels.NO_NORM if weight_i is None else order, eps),
+    )
+    tensors = (y_bsmi, x_bsi, z_bsi, *parameters.values())
+    out_Ni = run_kernel(*inputs) if use_kernels(backend, *tensors) else plain_finish(*inputs)
+    return out_Ni.view(size.b, size.s, size.i).to(z_bsi.dtype)
+
+
+def plain_finish(
+    y_Nmi: Tensor,
+    x_Ni: Tensor | None,
+    skip_i: Tensor | None,
+    z_Ni: Tensor | None,
+    mimo_x_mi: Tensor | None,
+    mimo_z_mi: Tensor | None,
+    mimo_o_mi: Tensor | None,
+    weight_i: Tensor | None,
+    group: int,
+    order: int,
+    eps: float,
+) -> Tensor:
+    """The kernel's twin."""
+    if x_Ni is not None and skip_i is not None:
+        x_N1i = x_Ni[:, None]
+        y_Nmi = y_Nmi + skip_i * (x_N1i if mimo_x_mi is None else x_N1i * mimo_x_mi)
+    gate_Nmi = None
+    if z_Ni is not None:
+        z_N1i = z_Ni[:, None]
+        gate_Nmi = (z_N1i if mimo_z_mi is None else z_N1i * mimo_z_mi).to(y_Nmi.dtype).expand_as(y_Nmi)
+    if order != kernels.NO_NORM:
+        first = order == kernels.NORM_FIRST
+        y_Nmi = gated_rms_norm(
+            y_Nmi, gate_Nmi, weight_i, eps, group_size=group, norm_before_gate=first, backend="torch"
+        )
+    elif gate_Nmi is not None:
+        y_Nmi = y_Nmi * F.silu(gate_Nmi)
+    if mimo_o_mi is None and y_Nmi.shape[1] == 1:
+        return y_Nmi[:, 0]
+    return (y_Nmi if mimo_o_mi is None else y_Nmi * mimo_o_mi).sum(1)
+
+
+def run_kernel(*inputs: Any) -> Tensor:
+    inputs = tuple(t.float() if isinstance(t, Tensor) else t for t in inputs)
+    # The operator's bookkeeping takes longer than a token's norm.
+    direct = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(inputs[0]) is Tensor
+    return kernels.finish(*inputs) if direct else kernels.finish_cpu(*inputs)
+
+
+def check_group_size(group_size: int | None, width: int) -> int:
+    group_size = width if group_size is None else group_size
+    if group_size < 1 or width % group_size:
+        raise ValueError(f"group_size = {group_size} does not divide the {width} channels of x")
+    return group_size
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, group, order, eps = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.options = (group, order, eps)
+
+
+def _backward(ctx: Any, d_out_Ni: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[:8]
+    if torch.is_grad_enabled():
+        # Somebody will differentiate this gradient: the kernel's has none, the twin's has.
+        wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
+        found = iter(torch.autograd.grad(plain_finish(*inputs, *ctx.options), wanted, d_out_Ni, create_graph=True))
+        return *(next(found) if need else None for need in needed), None, None, None
+    found = iter(kernels.finish_backward_cpu(d_out_Ni, *inputs, *ctx.options))
+    every = [None if t is None else next(found) for t in inputs]
+    return *(d if need else None for d, need in zip(every, needed, strict=True)), None, None, None
+
+
+kernels.finish_cpu.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

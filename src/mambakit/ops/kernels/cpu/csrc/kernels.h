@@ -9,8 +9,12 @@
 #include "vec.h"
 #include "threads.h"
 
+#include "rows.h"
+
+#include "causal_conv.h"
 #include "elementwise.h"
 #include "matvec.h"
+#include "norm.h"
 #include "step.h"
 #include "step_mamba1.h"
 #include "step_mamba2.h"

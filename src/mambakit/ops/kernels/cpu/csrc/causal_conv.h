@@ -1,0 +1,251 @@
+// Short depthwise causal convolution, with bias, SiLU, a carried window and packed sequences.
+//
+//     a_t = bias + sum_q weight[q] x_{t-(k-1)+q}        y_t = a_t or silu(a_t)
+#pragma once
+
+namespace MK_ISA {
+
+struct Conv {
+    int64_t batch, length, width, taps;
+    const float* x;
+    int64_t x_batch, x_token;   // strides
+    const float* weight;        // [width, taps]
+    const float* bias;          // or null
+    const float* window;        // [batch, width, taps], or null: zeros
+    int64_t window_batch;
+    const int64_t* segments;    // [batch, length], or null
+    const int64_t* lengths;     // [batch], or null: all of the row
+    int64_t with_silu;
+};
+
+constexpr int64_t CONV_BLOCK = 64;     // tokens that follow each other in one task
+constexpr int64_t CONV_CHANNELS = 512; // whose rows stay in the first cache
+
+// What the tokens of one row of the batch read: its inputs, the window before them, zeros where neither counts.
+struct ConvRow {
+    const Conv* conv;
+    int64_t row;
+    const float* window_rows;  // [taps, width], null: zeros
+    const float* zeros;
+
+    int64_t end() const { return conv->lengths ? conv->lengths[row] : conv->length; }
+    int64_t segment(int64_t t) const { return conv->segments[row * conv->length + (t < 0 ? 0 : t)]; }
+    bool together(int64_t p, int64_t t) const {
+        return !conv->segments || conv->length == 0 || segment(p) == segment(t);
+    }
+    // The input at position p as token t sees it. The window belongs to the first token's segment.
+    const float* seen(int64_t p, int64_t t) const {
+        if (!together(p, t)) return zeros;
+        if (p >= 0) return conv->x + row * conv->x_batch + p * conv->x_token;
+        return window_rows ? window_rows + (conv->taps + p) * conv->width : zeros;
+    }
+};
+
+static void transpose(const float* from, int64_t rows, int64_t columns, float* to) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) to[j * rows + i] = from[i * columns + j];
+}
+
+// The row as tokens from `first` on need it.
+static ConvRow conv_row(const Conv& conv, int64_t row, int64_t first, const float* zeros, float* window_rows) {
+    ConvRow made = {&conv, row, nullptr, zeros};
+    if (conv.window && first < conv.taps) {
+        transpose(conv.window + row * conv.window_batch, conv.width, conv.taps, window_rows);
+        made.window_rows = window_rows;
+    }
+    return made;
+}
+
+static float* zero_row(float* row, int64_t width) { return (float*)memset(row, 0, width * sizeof(float)); }
+
+// K, where it is not 0, is the number of taps: known to the compiler, it unrolls the sums.
+//
+// a_t for `lanes` channels from c on.
+template <int K>
+MK_INLINE vf conv_sum(const Conv& conv, const float* taps_kv, const float* const* seen, int64_t c, int64_t lanes) {
+    const int64_t k = K ? K : conv.taps;
+    vf a = conv.bias ? load_part(conv.bias + c, lanes) : splat(0.0f);
+    for (int64_t q = 0; q < k; q++)
+        a += load_part(seen[q] + c, lanes) * load_part(taps_kv + q * conv.width + c, lanes);
+    return a;
+}
+
+static void see(const ConvRow& row, int64_t t, const float** seen) {
+    int64_t k = row.conv->taps;
+    for (int64_t q = 0; q < k; q++) seen[q] = row.seen(t - (k - 1) + q, t);
+}
+
+// The last inputs of the row, [width, taps], as its last token sees them.
+static void last_inputs(const ConvRow& row, float* window) {
+    int64_t k = row.conv->taps, end = row.end();
+    for (int64_t q = 0; q < k; q++) {
+        const float* from = row.seen(end - k + q, end - 1);
+        for (int64_t c = 0; c < row.conv->width; c++) window[c * k + q] = from[c];
+    }
+}
+
+static int64_t conv_blocks(const Conv& conv) {
+    return conv.length ? (conv.length + CONV_BLOCK - 1) / CONV_BLOCK : 1;
+}
+
+template <int K>
+static void conv_token(const Conv& conv, const float* taps_kv, const float* const* seen, float* y) {
+    each_vector(conv.width, MK_BODY(int64_t c, int64_t lanes) {
+        vf a = conv_sum<K>(conv, taps_kv, seen, c, lanes);
+        store_part(y + c, conv.with_silu ? vsilu(a) : a, lanes);
+    });
+}
+
+// Gradients, for a block of channels and the tokens of a block at a time.
+struct ConvBackward {
+    const Conv* conv;
+    const float* taps_kv;
+    const float* d_y;
+    int64_t d_y_batch, d_y_token;
+    const float* d_after;  // of the leaving window, [batch, width, taps], or null
+    int64_t after_batch;
+    float* d_x;
+    int64_t d_x_batch, d_x_token;
+    float* d_window;  // or null
+    int64_t d_window_batch;
+
+    // d_a_t of `count` channels from c on, and this token's share in the gradients of weight and bias.
+    template <int K>
+    void through_silu(const ConvRow& row, int64_t t, const float** seen, int64_t c, int64_t count, bool counts,
+                      float* d_a, float* d_taps) const {
+        const float* d_out = d_y + row.row * d_y_batch + t * d_y_token;
+        const int64_t k = K ? K : conv->taps, width = conv->width;
+        see(row, t, seen);
+        each_vector(count, MK_BODY(int64_t i, int64_t lanes) {
+            vf d = load_part(d_out + c + i, lanes);
+            if (conv->with_silu) {
+                vf a = conv_sum<K>(*conv, taps_kv, seen, c + i, lanes);
+                d *= silu_slope(a, vsigmoid(a));
+            }
+            store_part(d_a + i, d, lanes);
+            if (counts) {
+                for (int64_t q = 0; q < k; q++)
+                    add_part(d_taps + q * width + c + i, d * load_part(seen[q] + c + i, lanes), lanes);
+                add_part(d_taps + k * width + c + i, d, lanes);
+            }
+        });
+    }
+
+    // The gradient of the input at position p: each of the next k outputs has seen it through one tap.
+    template <int K>
+    void of_input(const ConvRow& row, int64_t p, const float* ring, const float** d_a, int64_t c, int64_t count,
+                  float* d_input) const {
+        const int64_t k = K ? K : conv->taps;
+        for (int64_t q = 0; q < k; q++) {
+            int64_t t = p + (k - 1) - q;
+            bool saw = t >= 0 && t < conv->length && row.together(p, t);
+            d_a[q] = saw ? ring + (t % k) * CONV_CHANNELS : row.zeros;
+        }
+        each_vector(count, MK_BODY(int64_t i, int64_t lanes) {
+            vf d = {};
+            for (int64_t q = 0; q < k; q++)
+                d += load_part(d_a[q] + i, lanes) * load_part(taps_kv + q * conv->width + c + i, lanes);
+            store_part(d_input + i, d, lanes);
+        });
+        bool left_behind = d_after && p < row.end() && p >= row.end() - k && row.together(p, row.end() - 1);
+        if (!left_behind) return;
+        const float* from = d_after + row.row * after_batch + p - (row.end() - k);
+        for (int64_t i = 0; i < count; i++) d_input[i] += from[(c + i) * k];
+    }
+
+    template <int K>
+    void block(const ConvRow& row, int64_t first, int64_t last, int64_t c, int64_t count, const float** pointers,
+               float* ring, float* d_taps) const {
+        const int64_t k = K ? K : conv->taps;
+        // Output t completes the gradient of input t - (k - 1). The window lies before the first token.
+        for (int64_t t = first ? first : -1; t < last + k - 1; t++) {
+            if (t >= 0 && t < conv->length)
+                through_silu<K>(row, t, pointers, c, count, t < last, ring + (t % k) * CONV_CHANNELS, d_taps);
+            int64_t p = t - (k - 1);
+            if (p >= first) {
+                of_input<K>(row, p, ring, pointers, c, count, d_x + row.row * d_x_batch + p * d_x_token + c);
+            } else if (first == 0 && d_window) {
+                float column[CONV_CHANNELS];
+                of_input<K>(row, p, ring, pointers, c, count, column);
+                float* to = d_window + row.row * d_window_batch + k + p;
+                for (int64_t i = 0; i < count; i++) to[(c + i) * k] = column[i];
+            }
+        }
+    }
+};
+
+}  // namespace MK_ISA
+
+MK_EXPORT(causal_conv)
+(int64_t batch, int64_t length, int64_t width, int64_t taps, const float* x, int64_t x_batch, int64_t x_token,
+ const float* weight, const float* bias, const float* window, int64_t window_batch, const int64_t* segments,
+ const int64_t* lengths, int64_t with_silu, float* y, int64_t y_batch, int64_t y_token, float* after,
+ int64_t after_batch) {
+    using namespace MK_ISA;
+    Conv conv = {batch, length, width,  taps,         x,        x_batch, x_token,
+                 weight, bias,  window, window_batch, segments, lengths, with_silu};
+    float* taps_kv = scratch<10>((taps + 1) * width);
+    transpose(weight, width, taps, taps_kv);
+    const float* zeros = zero_row(taps_kv + taps * width, width);
+    int64_t blocks = conv_blocks(conv);
+    parallel(batch * blocks, [&](int64_t begin, int64_t end) {
+        const float** seen = (const float**)scratch<11>(taps * (width + 2));
+        float* window_rows = (float*)(seen + taps);
+        for (int64_t task = begin; task < end; task++) {
+            int64_t first = task % blocks * CONV_BLOCK, last = least(first + CONV_BLOCK, length);
+            // Whoever has the last block also leaves the window behind, which may reach back into the entering one.
+            bool leaves = task % blocks == blocks - 1;
+            ConvRow row = conv_row(conv, task / blocks, leaves ? 0 : first, zeros, window_rows);
+            for (int64_t t = first; t < last; t++) {
+                see(row, t, seen);
+                float* out = y + row.row * y_batch + t * y_token;
+                if (taps == 4) conv_token<4>(conv, taps_kv, seen, out);
+                else conv_token<0>(conv, taps_kv, seen, out);
+            }
+            if (leaves) last_inputs(row, after + row.row * after_batch);
+        }
+    });
+}
+
+// d_weight is [width, taps]; d_after, d_window and d_bias may be null.
+MK_EXPORT(causal_conv_backward)
+(int64_t batch, int64_t length, int64_t width, int64_t taps, const float* x, int64_t x_batch, int64_t x_token,
+ const float* weight, const float* bias, const float* window, int64_t window_batch, const int64_t* segments,
+ const int64_t* lengths, int64_t with_silu, const float* d_y, int64_t d_y_batch, int64_t d_y_token,
+ const float* d_after, int64_t after_batch, float* d_x, int64_t d_x_batch, int64_t d_x_token, float* d_weight,
+ float* d_bias, float* d_window, int64_t d_window_batch) {
+    using namespace MK_ISA;
+    Conv conv = {batch, length, width,  taps,         x,        x_batch, x_token,
+                 weight, bias,  window, window_batch, segments, lengths, with_silu};
+    int64_t blocks = conv_blocks(conv), parts = (taps + 1) * width;
+    int64_t tasks = count_tasks(batch * blocks, 1);
+    float* taps_kv = scratch<10>((taps + 1) * width);
+    transpose(weight, width, taps, taps_kv);
+    const float* zeros = zero_row(taps_kv + taps * width, width);
+    float* d_taps = scratch<12>((tasks + 1) * parts);
+    memset(d_taps, 0, tasks * parts * sizeof(float));
+    ConvBackward back = {&conv, taps_kv, d_y, d_y_batch, d_y_token, d_after, after_batch, d_x, d_x_batch, d_x_token,
+                         d_window, d_window_batch};
+    parallel(tasks, [&](int64_t begin, int64_t end) {
+        const float** pointers = (const float**)scratch<11>(taps * (width + CONV_CHANNELS + 2));
+        float* ring = (float*)(pointers + taps);
+        float* window_rows = ring + taps * CONV_CHANNELS;
+        for (int64_t task = begin; task < end; task++) {
+            int64_t stop = begin_of(task + 1, tasks, batch * blocks);
+            for (int64_t block = begin_of(task, tasks, batch * blocks); block < stop; block++) {
+                int64_t first = block % blocks * CONV_BLOCK, last = least(first + CONV_BLOCK, length);
+                ConvRow row = conv_row(conv, block / blocks, first, zeros, window_rows);
+                for (int64_t c = 0; c < width; c += CONV_CHANNELS) {
+                    int64_t count = least(CONV_CHANNELS, width - c);
+                    float* sums = d_taps + task * parts;
+                    if (taps == 4) back.block<4>(row, first, last, c, count, pointers, ring, sums);
+                    else back.block<0>(row, first, last, c, count, pointers, ring, sums);
+                }
+            }
+        }
+    });
+    float* total = d_taps + tasks * parts;
+    add_tasks(d_taps, tasks, parts, total);
+    transpose(total, taps, width, d_weight);
+    if (d_bias) memcpy(d_bias, total + taps * width, width * sizeof(float));
+}

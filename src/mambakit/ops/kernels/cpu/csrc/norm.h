@@ -1,0 +1,216 @@
+// What follows a scan, token by token: skip, gate, RMSNorm, and the sum over ranks. Each of them may be absent.
+//
+//     u = y[m] + skip x mimo_x[m]              s = silu(z mimo_z[m])
+//     out = sum_m mimo_o[m] f(u, s)            f is u s, norm(u s) or norm(u) s
+#pragma once
+
+namespace MK_ISA {
+
+enum NormOrder { NO_NORM, GATE_FIRST, NORM_FIRST };
+
+struct Finish {
+    int64_t rows, ranks, width, group;
+    const float* y;  // [rows, ranks, width]
+    int64_t y_row;
+    const float* x;  // [rows, width], null: no skip
+    int64_t x_row;
+    const float* skip;  // [width]
+    const float* z;     // [rows, width], null: no gate
+    int64_t z_row;
+    const float *mimo_x, *mimo_z, *mimo_o;  // [ranks, width], null: ones
+    const float* weight;                    // [width], null: ones
+    int64_t order;
+    float eps;
+};
+
+MK_INLINE vf load_or_one(const float* from, int64_t i, int64_t lanes) {
+    return from ? load_part(from + i, lanes) : splat(1.0f);
+}
+
+// One rank of one token, by channel.
+struct FinishRank {
+    const Finish* all;
+    const float *y, *x, *z, *mimo_x, *mimo_z, *mimo_o;
+
+    FinishRank(const Finish& finish, int64_t row, int64_t rank) {
+        all = &finish;
+        y = finish.y + row * finish.y_row + rank * finish.width;
+        x = finish.x ? finish.x + row * finish.x_row : nullptr;
+        z = finish.z ? finish.z + row * finish.z_row : nullptr;
+        mimo_x = finish.mimo_x ? finish.mimo_x + rank * finish.width : nullptr;
+        mimo_z = finish.mimo_z ? finish.mimo_z + rank * finish.width : nullptr;
+        mimo_o = finish.mimo_o ? finish.mimo_o + rank * finish.width : nullptr;
+    }
+
+    MK_INSIDE vf after_skip(int64_t i, int64_t lanes) const {
+        vf u = load_part(y + i, lanes);
+        if (!x) return u;
+        return u + load_part(all->skip + i, lanes) * load_part(x + i, lanes) * load_or_one(mimo_x, i, lanes);
+    }
+    MK_INSIDE vf gate_input(int64_t i, int64_t lanes) const {
+        return load_part(z + i, lanes) * load_or_one(mimo_z, i, lanes);
+    }
+};
+
+// out (+)= the rank's share, for the channels [from, from + group). `kept` holds 2 * group floats.
+static void finish_group(const FinishRank& r, int64_t from, int64_t group, bool add, float* kept, float* out) {
+    const Finish& all = *r.all;
+    float *value = kept, *gate = kept + group;
+    vf squares = {};
+    each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
+        vf u = r.after_skip(from + i, lanes);
+        vf s = r.z ? vsilu(r.gate_input(from + i, lanes)) : splat(1.0f);
+        if (all.order != NORM_FIRST) u *= s;
+        else store_part(gate + i, s, lanes);
+        // Lanes beyond the end are zero: they add nothing.
+        squares += u * u;
+        store_part(value + i, u, lanes);
+    });
+    float inverse = all.order == NO_NORM ? 1.0f : 1.0f / sqrtf(sum(squares) / group + all.eps);
+    each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
+        vf result = load_part(value + i, lanes) * splat(inverse) * load_or_one(all.weight, from + i, lanes);
+        if (all.order == NORM_FIRST) result *= load_part(gate + i, lanes);
+        result *= load_or_one(r.mimo_o, from + i, lanes);
+        if (add) add_part(out + from + i, result, lanes);
+        else store_part(out + from + i, result, lanes);
+    });
+}
+
+// Gradients of one token go to their own rows, those of parameters are added to a task's sums; null: not wanted.
+struct FinishGradients {
+    float *y, *x, *z;                                   // rows of the token
+    float *skip, *weight, *mimo_x, *mimo_z, *mimo_o;    // [width] or, of the last three, the rank's [width]
+};
+
+// `kept` holds 4 * group floats.
+static void finish_group_backward(const FinishRank& r, int64_t from, int64_t group, bool add, const float* d_out,
+                                  float* kept, const FinishGradients& d) {
+    const Finish& all = *r.all;
+    const bool gate_first = all.order != NORM_FIRST;
+    float *skipped = kept, *opened = kept + group, *slope = kept + 2 * group;
+    vf squares = {};
+    each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
+        vf u = r.after_skip(from + i, lanes);
+        store_part(skipped + i, u, lanes);
+        if (r.z) {
+            vf a = r.gate_input(from + i, lanes), open = vsigmoid(a);
+            store_part(opened + i, a * open, lanes);
+            store_part(slope + i, silu_slope(a, open), lanes);
+            if (gate_first) u *= a * open;
+        }
+        squares += u * u;
+    });
+    float inverse = all.order == NO_NORM ? 1.0f : 1.0f / sqrtf(sum(squares) / group + all.eps);
+
+    // n, the normed value, and the gradient that reaches it; `shared` is what the root mean square passes on.
+    auto normed = MK_BODY(int64_t i, int64_t lanes) {
+        vf n = load_part(skipped + i, lanes) * splat(inverse);
+        return r.z && gate_first ? n * load_part(opened + i, lanes) : n;
+    };
+    auto d_normed = MK_BODY(int64_t i, int64_t lanes) {
+        vf d_n = load_part(d_out + from + i, lanes) * load_or_one(r.mimo_o, from + i, lanes) *
+                 load_or_one(all.weight, from + i, lanes);
+        return r.z && !gate_first ? d_n * load_part(opened + i, lanes) : d_n;
+    };
+    vf products = {};
+    each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
+        vf n = normed(i, lanes), d_n = d_normed(i, lanes);
+        products += n * d_n;
+        vf result = r.z && !gate_first ? n * load_part(opened + i, lanes) : n;
+        vf share = load_part(d_out + from + i, lanes) * result;
+        if (d.weight) add_part(d.weight + from + i, share * load_or_one(r.mimo_o, from + i, lanes), lanes);
+        if (d.mimo_o) add_part(d.mimo_o + from + i, share * load_or_one(all.weight, from + i, lanes), lanes);
+    });
+    float shared = all.order == NO_NORM ? 0.0f : sum(products) / group;
+
+    each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
+        vf n = normed(i, lanes), d_n = d_normed(i, lanes);
+        vf d_value = (d_n - n * splat(shared)) * splat(inverse);
+        vf d_u = d_value;
+        if (r.z) {
+            vf open = load_part(opened + i, lanes);
+            // The gate multiplies u before the norm, or what the norm and its weight made of it.
+            vf d_gate;
+            if (gate_first) {
+                d_gate = d_value * load_part(skipped + i, lanes);
+                d_u = d_value * open;
+            } else {
+                d_gate = n * load_part(d_out + from + i, lanes) * load_or_one(r.mimo_o, from + i, lanes) *
+                         load_or_one(all.weight, from + i, lanes);
+            }
+            vf d_a = d_gate * load_part(slope + i, lanes);
+            if (d.mimo_z) add_part(d.mimo_z + from + i, d_a * load_part(r.z + from + i, lanes), lanes);
+            vf d_z = d_a * load_or_one(r.mimo_z, from + i, lanes);
+            if (add) add_part(d.z + from + i, d_z, lanes);
+            else store_part(d.z + from + i, d_z, lanes);
+        }
+        store_part(d.y + from + i, d_u, lanes);
+        if (r.x) {
+            vf x = load_part(r.x + from + i, lanes), skip = load_part(all.skip + from + i, lanes);
+            vf ones = load_or_one(r.mimo_x, from + i, lanes);
+            if (d.skip) add_part(d.skip + from + i, d_u * x * ones, lanes);
+            if (d.mimo_x) add_part(d.mimo_x + from + i, d_u * x * skip, lanes);
+            vf d_x = d_u * skip * ones;
+            if (add) add_part(d.x + from + i, d_x, lanes);
+            else store_part(d.x + from + i, d_x, lanes);
+        }
+    });
+}
+
+}  // namespace MK_ISA
+
+MK_EXPORT(finish)
+(int64_t rows, int64_t ranks, int64_t width, const float* y, int64_t y_row, const float* x, int64_t x_row,
+ const float* skip, const float* z, int64_t z_row, const float* mimo_x, const float* mimo_z, const float* mimo_o,
+ const float* weight, int64_t group, int64_t order, float eps, float* out) {
+    using namespace MK_ISA;
+    Finish all = {rows,   ranks,  width,  group,  y,      y_row, x,  x_row, skip, z,
+                  z_row,  mimo_x, mimo_z, mimo_o, weight, order, eps};
+    int64_t tasks = count_tasks(rows, 16);
+    parallel(tasks, [&](int64_t begin, int64_t end) {
+        float* kept = scratch<13>(2 * group);
+        for (int64_t row = begin_of(begin, tasks, rows); row < begin_of(end, tasks, rows); row++)
+            for (int64_t rank = 0; rank < ranks; rank++) {
+                FinishRank r(all, row, rank);
+                for (int64_t from = 0; from < width; from += group)
+                    finish_group(r, from, group, rank > 0, kept, out + row * width);
+            }
+    });
+}
+
+// d_out is [rows, width]; d_y as y but contiguous. `sums` are the gradients of skip, weight, mimo_x, mimo_z and mimo_o
+// one after the other, [2 + 3 ranks, width], of which only those of given parameters are meaningful.
+MK_EXPORT(finish_backward)
+(int64_t rows, int64_t ranks, int64_t width, const float* y, int64_t y_row, const float* x, int64_t x_row,
+ const float* skip, const float* z, int64_t z_row, const float* mimo_x, const float* mimo_z, const float* mimo_o,
+ const float* weight, int64_t group, int64_t order, float eps, const float* d_out, int64_t d_out_row, float* d_y,
+ float* d_x, int64_t d_x_row, float* d_z, int64_t d_z_row, float* sums) {
+    using namespace MK_ISA;
+    Finish all = {rows,   ranks,  width,  group,  y,      y_row, x,  x_row, skip, z,
+                  z_row,  mimo_x, mimo_z, mimo_o, weight, order, eps};
+    int64_t tasks = count_tasks(rows, 16), parts = (2 + 3 * ranks) * width;
+    float* task_sums = scratch<12>(tasks * parts);
+    memset(task_sums, 0, tasks * parts * sizeof(float));
+    parallel(tasks, [&](int64_t begin, int64_t end) {
+        float* kept = scratch<13>(4 * group);
+        for (int64_t task = begin; task < end; task++) {
+            float* own = task_sums + task * parts;
+            float *own_x = own + 2 * width, *own_z = own_x + ranks * width, *own_o = own_z + ranks * width;
+            for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++)
+                for (int64_t rank = 0; rank < ranks; rank++) {
+                    FinishRank r(all, row, rank);
+                    FinishGradients d = {d_y + (row * ranks + rank) * width,
+                                         d_x ? d_x + row * d_x_row : nullptr,
+                                         d_z ? d_z + row * d_z_row : nullptr,
+                                         skip ? own : nullptr,
+                                         weight ? own + width : nullptr,
+                                         mimo_x ? own_x + rank * width : nullptr,
+                                         mimo_z ? own_z + rank * width : nullptr,
+                                         mimo_o ? own_o + rank * width : nullptr};
+                    for (int64_t from = 0; from < width; from += group)
+                        finish_group_backward(r, from, group, rank > 0, d_out + row * d_out_row, kept, d);
+                }
+        }
+    });
+    add_tasks(task_sums, tasks, parts, sums);
+}

@@ -1,0 +1,221 @@
+"""The kernels around the scan equal their plain twins on random shapes, at any number of threads, in every build."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compare import check
+from mambakit.ops.causal_conv import causal_conv_in_parts
+from mambakit.ops.kernels.cpu import causal_conv as conv_kernels
+from mambakit.ops.kernels.cpu import norm as norm_kernels
+from mambakit.ops.kernels.cpu.library import library, why_missing
+from mambakit.ops.norm import finish, rms_norm
+
+pytestmark = pytest.mark.skipif(why_missing() is not None, reason=f"no kernels: {why_missing()}")
+
+# 200 shapes in a normal run; MAMBAKIT_FUZZ=2000 for a long one.
+SHAPES = int(os.environ.get("MAMBAKIT_FUZZ", "200"))
+VALUE, GRADIENT = 1e-5, 1e-4
+
+Case = tuple[Callable[..., list[Tensor]], dict[str, Tensor]]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+def sometimes(chance: float, tensor: Tensor) -> Tensor | None:
+    return tensor if random.random() < chance else None
+
+
+def some_segments(b: int, s: int) -> Tensor:
+    return (torch.rand(b, s) < random.choice([0.02, 0.2, 0.8])).long().cumsum(1) * random.choice([1, 3])
+
+
+def in_a_wider_row(tensor: Tensor) -> Tensor:
+    """The same values as a slice of rows that hold more, as a block's projection does."""
+    return torch.nn.functional.pad(tensor, (random.randint(0, 5), random.randint(0, 5)))[..., : tensor.shape[-1]]
+
+
+def given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def conv_case() -> Case:
+    b, s, k = random.randint(1, 3), random.choice([0, 1, 2, 5, 33, 64, 65, 150]), random.choice([1, 2, 3, 4, 4, 4, 7])
+    widths = [random.choice([1, 3, 16, 17, 40, 530]) for _ in range(random.randint(1, 3))]
+    v = sum(widths)
+    segments_bs = sometimes(0.5, some_segments(b, s))
+    lengths_b = sometimes(0.4, torch.randint(0, s + 1, (b,)))
+    if lengths_b is not None and segments_bs is not None:
+        # As rows are laid out: whatever lies beyond a row's end repeats the segment of its last token.
+        for row, length in enumerate(lengths_b.tolist()):
+            segments_bs[row, length:] = segments_bs[row, max(length - 1, 0) : max(length, 1)]
+    silu = random.random() < 0.7
+
+    def run(backend: str, x, weight, bias=None, window=None) -> list[Tensor]:
+        parts, after = causal_conv_in_parts(
+            x,
+            weight,
+            bias,
+            window,
+            widths,
+            segments_bs=segments_bs,
+            lengths_b=lengths_b,
+            silu=silu,
+            backend=backend,
+        )
+        return [*parts, after]
+
+    return run, given(
+        x=in_a_wider_row(torch.randn(b, s, v)),
+        weight=torch.randn(v, k),
+        bias=sometimes(0.7, torch.randn(v)),
+        window=sometimes(0.7, torch.randn(b, v, k)),
+    )
+
+
+def finish_case() -> Case:
+    b, s, m = random.randint(1, 3), random.choice([0, 1, 2, 17, 70]), random.choice([1, 1, 2, 4])
+    group = random.choice([1, 3, 16, 17, 64, 100])
+    i = group * random.randint(1, 5)
+    options = {"group_size": group, "norm_before_gate": random.random() < 0.5, "eps": random.choice([1e-5, 0.03])}
+
+    def run(backend: str, y, x, skip, z, weight=None, **mimo) -> list[Tensor]:
+        return [finish(y, x, skip, z, weight, backend=backend, **options, **mimo)]
+
+    return run, given(
+        y=torch.randn(b, s, m, i),
+        x=in_a_wider_row(torch.randn(b, s, i)),
+        skip=torch.randn(i),
+        z=in_a_wider_row(torch.randn(b, s, i)),
+        weight=sometimes(0.7, torch.randn(i)),
+        mimo_x_mi=sometimes(0.4, torch.randn(m, i)),
+        mimo_z_mi=sometimes(0.4, torch.randn(m, i)),
+        mimo_o_mi=sometimes(0.4, torch.randn(m, i)),
+    )
+
+
+def norm_case() -> Case:
+    group = random.choice([1, 3, 16, 17, 64, 100])
+    shape = (random.randint(1, 3), random.choice([0, 1, 2, 17, 70]), group * random.randint(1, 5))
+
+    def run(backend: str, x, weight=None) -> list[Tensor]:
+        return [rms_norm(x, weight, 1e-4, group, backend=backend)]
+
+    return run, given(x=in_a_wider_row(torch.randn(shape)), weight=sometimes(0.7, torch.randn(shape[-1])))
+
+
+CASES = {"conv": conv_case, "finish": finish_case, "norm": norm_case}
+
+
+def results(case: Case, backend: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs and all gradients; inputs keep the strides they have."""
+    run, tensors = case
+    leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in tensors.items()}
+    outputs = run(backend, **leaves)
+    make = torch.Generator().manual_seed(0)
+    heads = [torch.randn(t.shape, generator=make, dtype=torch.float64).to(dtype) for t in outputs]
+    loss = sum((t * head).sum() for t, head in zip(outputs, heads, strict=True))
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    named = {
+        f"d {name}": torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), grads, strict=True)
+    }
+    return {str(i): t for i, t in enumerate(outputs)}, named
+
+
+def random_cases(kind: str, seed: int, count: int):
+    random.seed(seed)
+    torch.manual_seed(seed)
+    return (CASES[kind]() for _ in range(count))
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_random_shapes(kind, threads):
+    for number, case in enumerate(random_cases(kind, threads, SHAPES // (2 * len(CASES)))):
+        values, grads = results(case, "cpu", torch.float32)
+        want_values, want_grads = results(case, "torch", torch.float64)
+        try:
+            check(VALUE, values, want_values)
+            check(GRADIENT, grads, want_grads)
+        except AssertionError as failure:
+            shapes = {name: tuple(t.shape) for name, t in case[1].items()}
+            raise AssertionError(f"case {number}, {shapes}: {failure}") from None
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_same_bits_in_every_run_and_on_any_threads(kind):
+    for case in random_cases(kind, 5, 12):
+        runs = []
+        for count in (1, 1, 2, 2):
+            torch.set_num_threads(count)
+            values, grads = results(case, "cpu", torch.float32)
+            runs.append({**values, **grads})
+        torch.set_num_threads(1)
+        assert all(torch.equal(run[name], runs[0][name]) for run in runs for name in runs[0])
+
+
+def op_inputs() -> dict[str, tuple]:
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, requires_grad=True)
+
+    segments_bs, lengths_b = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 2]]), torch.tensor([5, 3])
+    return {
+        "conv": (
+            conv_kernels.causal_conv_cpu,
+            (leaf(2, 5, 9), leaf(9, 4), leaf(9), leaf(2, 9, 4), None, None, [9], True),
+        ),
+        "conv packed": (
+            conv_kernels.causal_conv_cpu,
+            (leaf(2, 5, 9), leaf(9, 3), None, None, segments_bs, lengths_b, [4, 2, 3], False),
+        ),
+        "finish": (
+            norm_kernels.finish_cpu,
+            (leaf(6, 1, 8), leaf(6, 8), leaf(8), leaf(6, 8), None, None, None, leaf(8), 4, 1, 1e-5),
+        ),
+        "finish ranks": (
+            norm_kernels.finish_cpu,
+            (leaf(6, 3, 8), leaf(6, 8), leaf(8), leaf(6, 8), leaf(3, 8), leaf(3, 8), leaf(3, 8), None, 8, 0, 1e-5),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["conv", "conv packed", "finish", "finish ranks"])
+def test_operators_are_what_torch_expects(name):
+    operator, inputs = op_inputs()[name]
+    torch.library.opcheck(operator, inputs)
+
+
+def test_norms_can_be_differentiated_twice():
+    """Layers have a norm whatever the path of their block; the paths that allow it need this of it."""
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+
+    def second(backend: str) -> tuple[Tensor, ...]:
+        y = rms_norm(x, weight, backend=backend)
+        (d_x,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(d_x.pow(2).sum(), (x, weight))
+
+    for got, want in zip(second("cpu"), second("torch"), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", [] if why_missing() else library().usable[1:])
+def test_other_instruction_sets(isa):
+    here = os.path.abspath(__file__)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", here, "-k", "random_shapes"],
+        env={**os.environ, "MAMBAKIT_ISA": isa, "MAMBAKIT_FUZZ": "60"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
