@@ -21,7 +21,7 @@ test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
 
 demo: .venv/.ok
-	$(PY) -m benchmarks.ssd --demo
+	$(PY) -m mambakit.cli.main demo --out build/demo
 
 check: lint test
 
