@@ -1,73 +1,16 @@
-"""Timing by interleaved repetition, peak memory by counting allocations, and the JSON every benchmark leaves."""
+"""What every benchmark shares: the measuring tools of the package, and the JSON file it leaves."""
 
 import json
-import os
-import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported: its profiler announces every start on stderr otherwise.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+from mambakit.measure import environment, gemm_task, interleaved, median, peak_bytes, progress, table
 
-import torch
+__all__ = ["gemm_task", "interleaved", "median", "peak_bytes", "progress", "table", "write_json"]
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def interleaved(tasks: dict[Any, Callable[[], Any]], repeats: int, seconds: float = 20.0) -> dict[Any, list[float]]:
-    """Seconds of every task, in rounds that run each once: noise hits all of them alike.
-
-    The first round warms up and is not counted. A task that has used up `seconds` sits out the rest, but has one count.
-    """
-    times: dict[Any, list[float]] = {name: [] for name in tasks}
-    spent = dict.fromkeys(tasks, 0.0)
-    for turn in range(repeats + 1):
-        for done, (name, task) in enumerate(tasks.items()):
-            if spent[name] > seconds and times[name]:
-                continue
-            progress(f"round {turn}/{repeats}, {done + 1} of {len(tasks)}: {name}")
-            start = time.perf_counter()
-            task()
-            took = time.perf_counter() - start
-            spent[name] += took
-            # What took long needed no warming up, and is too slow to run twice for nothing.
-            if turn or took > seconds / 2:
-                times[name].append(took)
-    progress("")
-    return times
-
-
-def progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def median(times: list[float]) -> float:
-    return statistics.median(times)
-
-
-def gemm_task(dtype: torch.dtype = torch.float32, size: int = 2048) -> tuple[Callable[[], Any], float]:
-    """One large matrix product and its FLOPs: what the machine can do at best."""
-    left, right = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-    return lambda: left @ right, 2.0 * size**3
-
-
-def peak_bytes(task: Callable[[], Any]) -> int:
-    """The most memory `task` held at once beyond what was there before, by torch's own allocations."""
-    task()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        task()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()  # type: ignore[attr-defined]  # not in the stubs
-        peak = max(peak, live)
-    return peak
 
 
 def machine() -> dict[str, Any]:
@@ -77,21 +20,8 @@ def machine() -> dict[str, Any]:
     return {
         "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else ""),
         "command": "python -m benchmarks." + Path(sys.argv[0]).stem + "".join(f" {word}" for word in sys.argv[1:]),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        **environment(),
     }
-
-
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def write_json(name: str, result: dict[str, Any]) -> Path:
@@ -99,12 +29,3 @@ def write_json(name: str, result: dict[str, Any]) -> Path:
     file = RESULTS / f"{name}.json"
     file.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
     return file
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table with aligned columns."""
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [headings, *rows]
-    ]
-    return "\n".join(f"| {line} |" for line in [lines[0], " | ".join("-" * width for width in widths), *lines[1:]])

@@ -14,11 +14,12 @@ LAYERS += [
     "prompts",
     "prefix_cache",
     "generation",
-    "trainer",
-    "experiments",
-    "compat",
-    "cli",
+    "measure",
+    "self_check",
+    "benchmark",
+    "export",
 ]
+LAYERS += ["trainer", "experiments", "compat", "cli"]
 
 
 def imports_of(file: Path) -> set[str]:
