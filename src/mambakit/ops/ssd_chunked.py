@@ -131,9 +131,9 @@ def pair_decay(x: SsdChunks, gap_bngqlt: Tensor) -> Tensor:
 
 def pair_weight(x: SsdChunks, decay_bngqlt: Tensor) -> Tensor:
     """How much of what t wrote l reads: decayed `w_later` below the diagonal, `w_now` on it."""
-    weight_bngqlt = decay_bngqlt * x.w_later_bnlgq.permute(0, 1, 3, 4, 2)[..., None, :]
-    weight_bngqlt.diagonal(dim1=-2, dim2=-1).copy_(x.w_now_bnlgq.permute(0, 1, 3, 4, 2))
-    return weight_bngqlt
+    now_bngql, later_bngql = (w.permute(0, 1, 3, 4, 2) for w in (x.w_now_bnlgq, x.w_later_bnlgq))
+    own_lt = torch.eye(decay_bngqlt.shape[-1], dtype=torch.bool, device=decay_bngqlt.device)
+    return torch.where(own_lt, now_bngql[..., None], decay_bngqlt * later_bngql[..., None, :])
 
 
 def pair_product(x: SsdChunks) -> Tensor:
