@@ -29,7 +29,11 @@ def imports_of(file: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file.name}: relative import"
-            found.add(node.module or "")
+            # `from mambakit import caches` imports the part of that name.
+            names = (
+                [f"mambakit.{alias.name}" for alias in node.names] if node.module == "mambakit" else [node.module or ""]
+            )
+            found |= set(names)
     return {name for name in found if name.split(".")[0] == "mambakit"}
 
 
