@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import mean
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Fit:
     cpu_seconds: float = 0.0
     """The same, of this process alone: what the clock would show on a machine with nothing else to do."""
     losses: list[float] = field(default_factory=list)
+    """Mean losses of the parts of the training, at most 100 parts."""
     train_score: float = 0.0
     """At the longest training length, on sequences used for nothing else; runs are chosen by this one."""
     scores: dict[int, float] = field(default_factory=dict)
@@ -109,7 +111,7 @@ def train(task: Task, variant: Variant, recipe: Recipe, seed: int, progress: Pro
     fit = Fit(task=task.name, variant=variant.name, seed=seed, parameters=parameters, recipe=recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate)
-    rng = random.Random(seed)
+    rng, losses = random.Random(seed), []
     for step in range(recipe.steps):
         longest = recipe.longest(task, step)
         length = rng.randint(task.lengths[0], longest)
@@ -121,8 +123,10 @@ def train(task: Task, variant: Variant, recipe: Recipe, seed: int, progress: Pro
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        fit.losses.append(round(loss.item(), 5))
-        progress(step + 1, fit.losses[-1])
+        losses.append(loss.item())
+        progress(step + 1, losses[-1])
+    part = -(-len(losses) // 100)
+    fit.losses = [round(mean(losses[i : i + part]), 5) for i in range(0, len(losses), part)]
     fit.train_score = score(task, model, task.lengths[2], recipe.test_sequences, CHOICE_SEED)
     return fit, model
 
