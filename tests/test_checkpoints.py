@@ -106,6 +106,13 @@ class TestRoundTrips:
         assert loaded.config == model.config
         assert_same(loaded, model)
 
+    def test_ours_names_its_type_but_need_not(self, saved):
+        model, path = load_model(saved), saved / "config.json"
+        config = json.loads(path.read_text())
+        assert config.pop("model_type") == "mambakit"
+        path.write_text(json.dumps(config))
+        assert_same(load_model(saved), model)
+
     def test_ours_keeps_what_only_our_stacks_have(self, tmp_path):
         model = make(BLOCKS["mamba2"], **STACK_OPTIONS)
         save_model(model, tmp_path / "model")
@@ -440,7 +447,14 @@ class TestMalformedConfigs:
 
     @pytest.mark.parametrize(
         "changed",
-        [{"version": 2}, {"more": 1}, {"model": 3}, {"model": {}}, {"model": {"block": {"family": "mamba1"}}}],
+        [
+            {"version": 2},
+            {"more": 1},
+            {"model": 3},
+            {"model": {}},
+            {"model": {"block": {"family": "mamba1"}}},
+            {"model_type": "llama"},
+        ],
     )
     def test_ours(self, saved, changed):
         edit_config(saved, **changed)

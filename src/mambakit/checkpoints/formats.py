@@ -16,6 +16,8 @@ from mambakit.models.language_model import ModelConfig
 from mambakit.models.layer import BlockConfig, family_of
 
 VERSION = 1
+MODEL_TYPE = "mambakit"
+"""By this field transformers finds the class of a model; see `compat/auto.py`."""
 
 
 class Format(NamedTuple):
@@ -32,8 +34,12 @@ class Format(NamedTuple):
 def read_own(values: dict[str, Any]) -> ModelConfig:
     if values.get("version") != VERSION:
         raise ValueError(f"version = {values.get('version')!r}, but this mambakit reads version {VERSION}")
-    if values.keys() != {"format", "version", "model"}:
-        raise ValueError(f"the fields are {', '.join(sorted(values))}, expected format, version and model")
+    # model_type came later: files without it are as good.
+    if values.keys() - {"model_type"} != {"format", "version", "model"}:
+        fields = ", ".join(sorted(values))
+        raise ValueError(f"the fields are {fields}, expected format, version, model_type and model")
+    if values.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+        raise ValueError(f"model_type = {values['model_type']!r}, expected {MODEL_TYPE!r}")
     try:
         return ModelConfig.from_dict(values["model"])
     except (TypeError, AttributeError) as error:
@@ -41,7 +47,7 @@ def read_own(values: dict[str, Any]) -> ModelConfig:
 
 
 def write_own(config: ModelConfig) -> dict[str, Any]:
-    return {"format": "mambakit", "version": VERSION, "model": config.to_dict()}
+    return {"format": "mambakit", "version": VERSION, "model_type": MODEL_TYPE, "model": config.to_dict()}
 
 
 FORMATS = {
