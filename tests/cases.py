@@ -10,8 +10,24 @@ ALGORITHMS = {
     "minimal": SsdPath("minimal", backend="torch"),
     "serial": SsdPath("serial", backend="torch"),
     "serial_recalculated": SsdPath("serial_recalculated", backend="torch"),
+    "cpu": SsdPath("serial_recalculated", backend="cpu"),
 }
+# The fused kernels compute in float32; everything else is held to float64.
+IN_FLOAT32 = ("cpu",)
 TWICE_DIFFERENTIABLE = ("minimal", "serial")
+
+
+def dtype_of(algorithm: str) -> torch.dtype:
+    """The widest dtype the algorithm computes in."""
+    return torch.float32 if algorithm in IN_FLOAT32 else torch.float64
+
+
+def value_tolerance(algorithm: str, float64: float = 1e-10) -> float:
+    return 1e-5 if algorithm in IN_FLOAT32 else float64
+
+
+def gradient_tolerance(algorithm: str, float64: float = 1e-9) -> float:
+    return 1e-4 if algorithm in IN_FLOAT32 else float64
 
 
 def core_inputs(

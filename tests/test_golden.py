@@ -7,23 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import ALGORITHMS
+from cases import ALGORITHMS, dtype_of
 from compare import error, load_golden
 from mambakit import SsdPath, ssd, trapezoid
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.rotation import rotate, running_angle
 
+# The fused kernels compute in float32, everything else in float64.
 FLOAT64 = 1e-9
+VALUE = {torch.float64: FLOAT64, torch.float32: 1e-5}
+GRADIENT = {torch.float64: FLOAT64, torch.float32: 1e-4}
 FLOOR = 1e-6
 
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
-def compare(case: dict, compute: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    """Outputs and every gradient in float64; a bfloat16 case also in its own dtype, at its own tolerance."""
+def compare(
+    case: dict, compute: Callable[[dict[str, Tensor]], dict[str, Tensor]], dtype: torch.dtype = torch.float64
+) -> None:
+    """Outputs and every gradient in `dtype`; a bfloat16 case also in its own dtype, at its own tolerance."""
     stored = load_golden(case)
     given = {name: t for name, t in stored.items() if name.startswith(("in.", "param."))}
-    wide = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
+    wide = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
     leaves = {name: t.clone().requires_grad_() for name, t in wide.items() if t.is_floating_point()}
     got = compute({**wide, **leaves})
     outputs = {name[4:]: want for name, want in stored.items() if name.startswith("out.")}
@@ -31,14 +36,18 @@ def compare(case: dict, compute: Callable[[dict[str, Tensor]], dict[str, Tensor]
     assert not missing, f"not compared: {sorted(missing)}"
     errors = {name: distance(name, got[name], want) for name, want in outputs.items()}
     if case["loss_terms"]:
-        loss = sum((got[term] * stored[f"head.{term}"].double()).sum() for term in case["loss_terms"])
+        loss = sum((got[term] * stored[f"head.{term}"].to(dtype)).sum() for term in case["loss_terms"])
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)  # type: ignore[arg-type]
         for name, grad in zip(leaves, grads, strict=True):
             want = stored.get(f"grad.{name}")
             assert (want is None) == (grad is None), f"gradient of {name}"
             if grad is not None and want is not None:
                 errors[f"grad.{name}"] = error(grad, want, FLOOR)
-    bad = {name: f"{e:.3g}" for name, e in errors.items() if not e <= FLOAT64}
+    bad = {
+        name: f"{e:.3g}"
+        for name, e in errors.items()
+        if not e <= (GRADIENT if name.startswith("grad.") else VALUE)[dtype]
+    }
     assert not bad, bad
     if "bfloat16" in case["tol"]:
         narrow = compute(given)
@@ -76,10 +85,10 @@ def continued(config: dict, whole: Callable[[dict, dict | None], dict], tokens: 
     for name, t in first.items():
         if name == "y":
             joined = torch.cat([t, second["y"]], 1)
-            assert error(joined, out["y"], FLOOR) <= FLOAT64
+            assert error(joined, out["y"], FLOOR) <= VALUE[joined.dtype]
         else:
             result[f"split.{name}"] = t
-            assert distance(name, second[name], out[name]) <= FLOAT64, name
+            assert distance(name, second[name], out[name]) <= VALUE[t.dtype], name
     return result
 
 
@@ -87,7 +96,7 @@ def continued(config: dict, whole: Callable[[dict, dict | None], dict], tokens: 
 @pytest.mark.golden("ssd_minimal")
 def test_ssd_minimal(case, algorithm):
     config = case["config"]
-    path = SsdPath(ALGORITHMS[algorithm].algorithm, config["block_len"])
+    path = SsdPath(ALGORITHMS[algorithm].algorithm, config["block_len"], ALGORITHMS[algorithm].backend)
 
     def whole(x, states):
         one = torch.ones_like(x["in.A"])
@@ -97,7 +106,7 @@ def test_ssd_minimal(case, algorithm):
         return {"y": y[:, :, 0], "final_state": state}
 
     tokens = dict.fromkeys(("in.X", "in.A", "in.B", "in.C"), 1)
-    compare(case, lambda x: continued(config, whole, tokens, x))
+    compare(case, lambda x: continued(config, whole, tokens, x), dtype_of(algorithm))
 
 
 def step_size(dt: Tensor, x: dict, config: dict) -> Tensor:
@@ -113,7 +122,7 @@ def step_size(dt: Tensor, x: dict, config: dict) -> Tensor:
 @pytest.mark.golden("ssd_combined")
 def test_ssd_combined(case, algorithm):
     config = case["config"]
-    path = SsdPath(ALGORITHMS[algorithm].algorithm, config["chunk_size"])
+    path = SsdPath(ALGORITHMS[algorithm].algorithm, config["chunk_size"], ALGORITHMS[algorithm].backend)
 
     def whole(x, states):
         dt = step_size(x["in.dt"], x, config)
@@ -145,7 +154,7 @@ def test_ssd_combined(case, algorithm):
         return torch.stack(states)
 
     tokens = dict.fromkeys(("in.x", "in.dt", "in.B", "in.C", "in.z"), 1)
-    compare(case, lambda x: continued(config, whole, tokens, x))
+    compare(case, lambda x: continued(config, whole, tokens, x), dtype_of(algorithm))
 
 
 @pytest.mark.golden("ssm_update", where=lambda case: "nheads" in case["config"])

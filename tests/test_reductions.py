@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import ALGORITHMS, random_segments
+from cases import ALGORITHMS, dtype_of, gradient_tolerance, random_segments, value_tolerance
 from compare import check, gradients, leaves
 from mambakit import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput, selective_scan, ssd, trapezoid
 from oracles.ssd import mamba2, mamba3
@@ -51,11 +51,11 @@ def test_trapezoid_equals_its_recurrence(algorithm, pathway, packed):
         lambda **x: trapezoid(**x, pathway=pathway, path=ALGORITHMS[algorithm], segments_bs=segments_bs),
         lambda **x: oracle(x, segments_bs),
     ):
-        fresh = leaves(inputs)
+        fresh = leaves(inputs, dtype_of(algorithm))
         y, state = function(**fresh)
         outputs = {"y": y, "state": state}
         results.append({**outputs, **gradients(outputs, heads, fresh)})
-    check(1e-10, *results)
+    check(gradient_tolerance(algorithm, 1e-10), *results)
 
 
 @pytest.mark.parametrize("pathways", [("single", "double"), ("double", "single")])
@@ -156,10 +156,11 @@ def test_mamba3_bundles_are_the_two_pathways():
 def test_groups_equal_repeated_heads(algorithm):
     v, b, c = normal("bsmhp"), normal("bsmgr"), normal("bsmgr")
     da, now, later = -uniform("bsh", 0.1, 1), normal("bsh"), normal("bsh")
+    v, b, c, da, now, later = (t.to(dtype_of(algorithm)) for t in (v, b, c, da, now, later))
     path = ALGORITHMS[algorithm]
     want = ssd(v, b.repeat_interleave(2, 3), c.repeat_interleave(2, 3), da, now, later, path=path)
     got = ssd(v, b, c, da, now, later, path=path)
-    check(1e-12, {"y": got[0], "state": got[1]}, {"y": want[0], "state": want[1]})
+    check(value_tolerance(algorithm, 1e-12), {"y": got[0], "state": got[1]}, {"y": want[0], "state": want[1]})
 
 
 def test_mamba1_is_the_core_with_one_head_per_channel_and_state():

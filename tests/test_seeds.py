@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases import ALGORITHMS
+from cases import ALGORITHMS, dtype_of
 from mambakit import (
     Mamba2SsdInput,
     Mamba2SsdPath,
@@ -63,14 +63,17 @@ def test_paths_agree(kind, shape, dtype, learned):
     if learned:
         fields["init_state_hpr"] = 0.1 * torch.randn_like(fields["initial_state_bhpr"][0])
     values, grads, heads = {}, {}, None
-    for name, path in ALGORITHMS.items():
+    paths = {
+        name: path for name, path in ALGORITHMS.items() if dtype_of(name) == torch.float64 or dtype != torch.float64
+    }
+    for name, path in paths.items():
         fresh = {key: t.clone().requires_grad_() for key, t in fields.items()}
         y, state = BUNDLES[kind](**fresh).run(path)
         heads = heads or (torch.randn_like(y), torch.randn_like(state))
         loss = (y * heads[0]).sum() + (state * heads[1]).sum()
         grads[name] = torch.autograd.grad(loss, list(fresh.values()))
         values[name] = (y.detach(), state.detach())
-    for one, other in combinations(ALGORITHMS, 2):
+    for one, other in combinations(paths, 2):
         for what, tolerance, results in (("values", 0, values), ("gradients", 1, grads)):
             for got, want in zip(results[one], results[other], strict=True):
                 worst = (got - want).abs().max().item()

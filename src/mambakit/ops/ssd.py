@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mambakit.ops.backend import use_kernels
+from mambakit.ops.kernels.cpu.ssd import ssd_cpu
 from mambakit.ops.segments import before_segment
 from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
@@ -58,7 +60,7 @@ def ssd(
     if segments_bs is not None:
         check_segments(segments_bs)
     path = SsdPath.of(path)
-    check_backend(path)
+    kernels = takes_kernels(path, v_bsmhp, da_bsh, w_now_bsh, w_later_bsh, state_bhpr)
     if state_bhpr is None:
         state_bhpr = v_bsmhp.new_zeros(size.b, size.h, size.p, size.r, dtype=dtype)
     state_bhpr = state_bhpr.to(dtype)
@@ -67,9 +69,11 @@ def ssd(
         return v_bsmhp.clone(), state_bhpr.clone()
     sequence = [v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh]
     with full_precision(v_bsmhp.device):
-        if size.s == 1:
+        if size.s == 1 and path.backend != "cpu":
             v, b, c, da, w_now, w_later = (tensor[:, 0].to(dtype) for tensor in sequence)
             return one_token(v, b, c, da, w_now, w_later, state_bhpr, v_bsmhp.dtype)
+        if kernels:
+            return ssd_cpu(*sequence, state_bhpr, segments_bs, path.chunk_len or 0)
         # The pairs of a chunk number (l m)^2: with several ranks, chunks as much shorter take half the time.
         optimal = max(SsdPath.optimal_chunk_len(size.r, size.p) // size.m, 16)
         chunk_len = min(path.chunk_len or optimal, size.s)
@@ -82,9 +86,16 @@ def ssd(
         return y_bsmhp.to(v_bsmhp.dtype), from_core(state_bgrqp)
 
 
-def check_backend(path: SsdPath) -> None:
-    if path.backend not in ("auto", "torch"):
-        raise ValueError(f'backend "{path.backend}" is not in this version of mambakit; "torch" runs anywhere')
+def takes_kernels(path: SsdPath, *tensors: Tensor | None) -> bool:
+    """Whether the fused kernels run; they implement one algorithm, and asked for by name with another they raise."""
+    if path.algorithm == "serial_recalculated":
+        return use_kernels(path.backend, *tensors)
+    if path.backend == "cpu":
+        raise ValueError(
+            f'backend "cpu" has fused kernels for algorithm "serial_recalculated" only, not for "{path.algorithm}"; '
+            '"torch" runs all'
+        )
+    return use_kernels("torch" if path.backend == "auto" else path.backend)
 
 
 def one_token(

@@ -1,0 +1,141 @@
+// Matrix products small enough to stay in cache: tiles of the result in registers, operands read where they lie.
+//
+// The right factor and the result have rows of whole vectors (padded with zeros). The left factor is read one number
+// at a time, by row or transposed, so it needs no packing.
+#pragma once
+
+namespace MK_ISA {
+
+// The largest tile, ROWS x COLS vectors: accumulators, one row of the right factor and one number of the left one fit
+// the registers (32 for AVX-512, 16 else; without FMA a product needs one more).
+constexpr int ROWS = W == 4 ? 4 : 6;
+constexpr int COLS = W == 16 ? 4 : 2;
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+MK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <int n>
+struct Count {
+    static constexpr int value = n;
+};
+
+// f(Count<M>, i) for tiles of M rows from row i that cover `rows`; as few sizes as keep the remainders fast.
+template <class F>
+MK_INLINE void row_tiles(int64_t rows, const F& f) {
+    int64_t i = 0;
+    for (; i + ROWS <= rows; i += ROWS) f(Count<ROWS>(), i);
+    if constexpr (ROWS > 4)
+        if (i + 4 <= rows) f(Count<4>(), i), i += 4;
+    if (i + 2 <= rows) f(Count<2>(), i), i += 2;
+    if (i < rows) f(Count<1>(), i);
+}
+
+// The same along the columns, counted in vectors.
+template <class F>
+MK_INLINE void column_tiles(int64_t vectors, const F& f) {
+    int64_t j = 0;
+    for (; j + COLS <= vectors; j += COLS) f(Count<COLS>(), j);
+    if constexpr (COLS > 2)
+        if (j + 2 <= vectors) f(Count<2>(), j), j += 2;
+    if (j < vectors) f(Count<1>(), j);
+}
+
+template <int M, int N>
+struct Tile {
+    vf at[M][N];
+
+    inline __attribute__((always_inline)) void clear() {
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < N; j++) at[i][j] = vf{};
+    }
+
+    // += a b over `count` terms. The left factor's element (i, k) is a[i * lda + k], transposed a[k * lda + i].
+    template <bool transposed>
+    inline __attribute__((always_inline)) void add_product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t count) {
+        for (int64_t k = 0; k < count; k++) {
+            vf right[N];
+#pragma GCC unroll 8
+            for (int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * W);
+#pragma GCC unroll 8
+            for (int i = 0; i < M; i++) {
+                vf left = splat(transposed ? a[k * lda + i] : a[i * lda + k]);
+#pragma GCC unroll 8
+                for (int j = 0; j < N; j++) at[i][j] += left * right[j];
+            }
+        }
+    }
+
+    inline __attribute__((always_inline)) void scale_rows(const float* by) {
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < N; j++) at[i][j] *= splat(by[i]);
+    }
+
+    inline __attribute__((always_inline)) void store_to(float* to, int64_t ld) const {
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < N; j++) store(to + i * ld + j * W, at[i][j]);
+    }
+
+    // to = scale * to + this
+    inline __attribute__((always_inline)) void add_to_scaled(float* to, int64_t ld, float scale) const {
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < N; j++) {
+                float* here = to + i * ld + j * W;
+                store(here, splat(scale) * load(here) + at[i][j]);
+            }
+    }
+};
+
+// One lane of each of W vectors against one vector of the W lanes.
+MK_INLINE void transpose_block(vf (&x)[MK_WIDTH]) {
+    // Blocks of 1, 2, 4, ... change places across the diagonal of a block twice as large.
+#pragma GCC unroll 4
+    for (int step = 1; step < W; step *= 2) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            if (i & step) continue;
+            vf low, high;
+#if defined(__clang__)
+            for (int k = 0; k < W; k++) {
+                low[k] = k & step ? x[i + step][k - step] : x[i][k];
+                high[k] = k & step ? x[i + step][k] : x[i][k + step];
+            }
+#else
+            vi from_low, from_high;
+            for (int k = 0; k < W; k++) {
+                from_low[k] = k & step ? W + k - step : k;
+                from_high[k] = k & step ? W + k : k + step;
+            }
+            low = __builtin_shuffle(x[i], x[i + step], from_low);
+            high = __builtin_shuffle(x[i], x[i + step], from_high);
+#endif
+            x[i] = low;
+            x[i + step] = high;
+        }
+    }
+}
+
+// to[j][i] = from[i][j] for i < rows, j < columns; each row of `to` is filled up with zeros to `width` >= rows.
+static void transpose(const float* from, int64_t ld_from, int64_t rows, int64_t columns, float* to, int64_t ld_to,
+                      int64_t width) {
+    for (int64_t i = 0; i < width; i += W)
+        for (int64_t j = 0; j < columns; j += W) {
+            vf block[MK_WIDTH] = {};
+            int64_t high = smaller(W, rows - i), wide = smaller(W, columns - j);
+            if (high == W && wide == W) {
+#pragma GCC unroll 16
+                for (int k = 0; k < W; k++) block[k] = load(from + (i + k) * ld_from + j);
+            } else {
+                for (int64_t k = 0; k < high; k++) block[k] = load_part(from + (i + k) * ld_from + j, wide);
+            }
+            transpose_block(block);
+            int64_t part = smaller(W, width - i);
+            if (part == W && wide == W) {
+#pragma GCC unroll 16
+                for (int k = 0; k < W; k++) store(to + (j + k) * ld_to + i, block[k]);
+            } else {
+                for (int64_t k = 0; k < wide; k++) store_part(to + (j + k) * ld_to + i, block[k], part);
+            }
+        }
+}
+
+}  // namespace MK_ISA

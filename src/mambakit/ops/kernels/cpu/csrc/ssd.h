@@ -1,0 +1,229 @@
+// The SSD core in chunks, what its forward and backward share. The mathematics is in docs/math.md, "The chunked form";
+// the plain twin is ops/ssd_recalculated.py.
+//
+// A chunk of `len` tokens is a matrix of q = len * m rows, the ranks of a token one after the other. Everything per
+// token (decays, weights) is held once per row, so several ranks need no loop of their own. Matrices are padded with
+// zeros to whole vectors: capital letters are padded sizes.
+#pragma once
+
+#include "small_gemm.h"
+
+namespace MK_ISA {
+namespace ssd {
+
+// A tensor whose first two axes are batch and token, with their strides; the other axes are contiguous.
+struct Sequence {
+    const float* data;
+    int64_t batch_stride, token_stride;
+
+    const float* at(int64_t batch, int64_t token) const { return data + batch * batch_stride + token * token_stride; }
+};
+
+struct Arguments {
+    int64_t b, s, m, h, p, g, r, chunk_len;
+    Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
+    const int64_t* segments_bs;  // or null
+    const float* state_bhpr;
+
+    int64_t rows() const { return chunk_len * m; }
+    int64_t P() const { return round_up(p, W); }
+    int64_t R() const { return round_up(r, W); }
+    int64_t Q() const { return round_up(rows(), W); }
+    int64_t chunks() const { return (s + chunk_len - 1) / chunk_len; }
+};
+
+// Hands out pieces of one block of memory. Without a block it only counts: lay out twice, first to learn the size.
+struct Arena {
+    float* block;
+    int64_t used = 0;
+
+    float* floats(int64_t count) {
+        float* here = block ? block + used : nullptr;
+        used += round_up(count, 16);
+        return here;
+    }
+    double* doubles(int64_t count) { return (double*)floats(2 * count); }
+    int64_t* integers(int64_t count) { return (int64_t*)floats(2 * count); }
+};
+
+// Tokens [start, start + len) of one row of the batch.
+struct Chunk {
+    int64_t batch, start, len;
+    int64_t q;  // len * m
+    // Where packed sequences end: tokens before `continuing` belong to the sequence that entered the chunk, those from
+    // `leaving` on to the one that leaves it; `carried` says that they are the same.
+    int64_t continuing, leaving;
+    bool carried;
+    int64_t* first_row;  // of the token's sequence in this chunk, per token
+};
+
+static void cut(const Arguments& x, int64_t batch, int64_t index, Chunk& c) {
+    c.batch = batch;
+    c.start = index * x.chunk_len;
+    c.len = smaller(x.chunk_len, x.s - c.start);
+    c.q = c.len * x.m;
+    c.continuing = c.len;
+    c.leaving = 0;
+    for (int64_t l = 0; l < c.len; l++) c.first_row[l] = 0;
+    if (x.segments_bs) {
+        const int64_t* ids = x.segments_bs + batch * x.s + c.start;
+        int64_t before = c.start ? ids[-1] : ids[0];
+        if (ids[0] != before) c.continuing = 0;
+        for (int64_t l = 1; l < c.len; l++) {
+            bool same = ids[l] == ids[l - 1];
+            c.first_row[l] = same ? c.first_row[l - 1] : l * x.m;
+            if (same) continue;
+            c.continuing = smaller(c.continuing, l);
+            c.leaving = l;
+        }
+    }
+    c.carried = c.continuing == c.len;
+}
+
+// Decays and weights of one head in a chunk, per row.
+struct Decays {
+    float *sum_high, *sum_low;  // running sum a_l of the log-decays: two floats hold enough digits to take differences
+    float *w_now, *w_later;
+    float* from_start;   // exp(a_l), 0 where another sequence entered
+    float* to_end;       // exp(a_end - a_l), 0 where another sequence leaves
+    float over;          // exp(a_end), 0 unless one sequence fills the chunk
+    double* sum;
+
+    void lay_out(Arena& arena, const Arguments& x) {
+        sum_high = arena.floats(x.Q());
+        sum_low = arena.floats(x.Q());
+        w_now = arena.floats(x.Q());
+        w_later = arena.floats(x.Q());
+        from_start = arena.floats(x.Q());
+        to_end = arena.floats(x.Q());
+        sum = arena.doubles(x.chunk_len);
+    }
+};
+
+static void find_decays(const Arguments& x, const Chunk& c, int64_t head, Decays& d) {
+    double a = 0;
+    for (int64_t l = 0; l < c.len; l++) {
+        a += (double)x.da_bsh.at(c.batch, c.start + l)[head];
+        d.sum[l] = a;
+    }
+    int64_t row = 0;
+    for (int64_t l = 0; l < c.len; l++) {
+        float high = (float)d.sum[l], low = (float)(d.sum[l] - (double)high);
+        float w_now = x.w_now_bsh.at(c.batch, c.start + l)[head], w_later = x.w_later_bsh.at(c.batch, c.start + l)[head];
+        float start = l < c.continuing ? high : -INFINITY, end = l < c.leaving ? -INFINITY : (float)(a - d.sum[l]);
+        for (int64_t rank = 0; rank < x.m; rank++, row++) {
+            d.sum_high[row] = high;
+            d.sum_low[row] = low;
+            d.w_now[row] = w_now;
+            d.w_later[row] = w_later;
+            d.from_start[row] = start;
+            d.to_end[row] = end;
+        }
+    }
+    for (; row < round_up(c.q, W); row++) {
+        d.sum_high[row] = d.sum_low[row] = d.w_now[row] = d.w_later[row] = 0;
+        d.from_start[row] = d.to_end[row] = -INFINITY;
+    }
+    for (int64_t i = 0; i < c.q; i += W) {
+        store(d.from_start + i, vexp(load(d.from_start + i)));
+        store(d.to_end + i, vexp(load(d.to_end + i)));
+    }
+    d.over = vexp(splat(c.carried ? (float)a : -INFINITY))[0];
+}
+
+MK_INLINE vi column_numbers(int64_t from) {
+    vi numbers;
+    for (int k = 0; k < W; k++) numbers[k] = k;
+    return numbers + splat_int((int32_t)from);
+}
+
+// Decay from the writers in columns [at, at + W) to token l reading them, 0 unless they are earlier and of its sequence.
+MK_INLINE vf pair_decay(const Arguments& x, const Chunk& c, const Decays& d, int64_t l, int64_t at) {
+    int64_t row = l * x.m;
+    vf gap = (splat(d.sum_high[row]) - load(d.sum_high + at)) + (splat(d.sum_low[row]) - load(d.sum_low + at));
+    vi column = column_numbers(at);
+    vi related = (column < splat_int((int32_t)row)) & (column >= splat_int((int32_t)c.first_row[l]));
+    // Mask before exp: above the diagonal the gap is positive and may overflow.
+    return vexp(choose(related, gap, splat(-INFINITY)));
+}
+
+// How much of what the columns wrote token l reads: decayed w_later before it, w_now of its own.
+MK_INLINE vf pair_weight(const Arguments& x, const Decays& d, int64_t l, int64_t at, vf decay) {
+    vi column = column_numbers(at);
+    int64_t row = l * x.m;
+    vi own = (column >= splat_int((int32_t)row)) & (column < splat_int((int32_t)(row + x.m)));
+    return choose(own, splat(d.w_now[row]), decay * load(d.w_later + at));
+}
+
+// How far a row reaches: the columns of its own token and of those before it.
+MK_INLINE int64_t reach(int64_t row, int64_t m) { return (row / m + 1) * m; }
+
+// out = a b, only the blocks that hold pairs of a row and its reach. b has one column per row of the chunk.
+static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t count,
+                          float* out, int64_t ld) {
+    row_tiles(q, [&](auto rows, int64_t i) {
+        constexpr int M = decltype(rows)::value;
+        int64_t vectors = (reach(i + M - 1, m) + W - 1) / W;
+        column_tiles(vectors, [&](auto columns, int64_t j) {
+            Tile<M, decltype(columns)::value> tile;
+            tile.clear();
+            tile.template add_product<false>(a + i * lda, lda, b + j * W, ldb, count);
+            tile.store_to(out + i * ld + j * W, ld);
+        });
+    });
+}
+
+// state = over * state + left^T right over the q rows of a chunk: what a chunk writes, forwards or backwards.
+static void add_writes(const Arguments& x, int64_t q, const float* left, const float* right, float over, float* state) {
+    int64_t P = x.P(), R = x.R();
+    column_tiles(P / W, [&](auto columns, int64_t j) {
+        row_tiles(x.r, [&](auto rows, int64_t i) {
+            Tile<decltype(rows)::value, decltype(columns)::value> tile;
+            tile.clear();
+            tile.template add_product<true>(left + i, R, right + j * W, P, q);
+            tile.add_to_scaled(state + i * P + j * W, P, over);
+        });
+    });
+}
+
+static void copy_padded(const float* from, int64_t n, float* to, int64_t width) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, load(from + i));
+    for (; i < width; i += W) store(to + i, i < n ? load_part(from + i, n - i) : vf{});
+}
+
+// The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, padded to `width`.
+static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t blocks, int64_t index, int64_t n,
+                        float* to, int64_t width) {
+    for (int64_t l = 0; l < c.len; l++) {
+        const float* token = from.at(c.batch, c.start + l) + index * n;
+        for (int64_t rank = 0; rank < m; rank++, to += width) copy_padded(token + rank * blocks * n, n, to, width);
+    }
+}
+
+// to = diag(factor) from, for q rows.
+static void scale_rows(const float* from, const float* factor, int64_t q, int64_t width, float* to) {
+    for (int64_t i = 0; i < q; i++)
+        for (int64_t j = 0; j < width; j += W) store(to + i * width + j, splat(factor[i]) * load(from + i * width + j));
+}
+
+// Calls task(batch, group, first head, one after the last, range) for `ranges` about equal ranges of all heads of all
+// rows of the batch, cut where a group ends.
+template <class Task>
+static void for_head_ranges(const Arguments& x, int64_t ranges, const Task& task) {
+    int64_t per_group = x.h / x.g, heads = x.b * x.h;
+    parallel(ranges, [&](int64_t first, int64_t last) {
+        for (int64_t range = first; range < last; range++) {
+            int64_t at = heads * range / ranges, end = heads * (range + 1) / ranges;
+            while (at < end) {
+                int64_t group_end = smaller(end, (at / per_group + 1) * per_group);
+                int64_t batch = at / x.h, head = at % x.h;
+                task(batch, head / per_group, head, head + group_end - at, range);
+                at = group_end;
+            }
+        }
+    });
+}
+
+}  // namespace ssd
+}  // namespace MK_ISA
