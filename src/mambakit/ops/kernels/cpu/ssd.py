@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.kernels.cpu.library import kernel, pointer
-from mambakit.ops.ssd_recalculated import ssd_recalculated_backward
 
 # Rows (tokens times ranks) of a chunk when the caller gives no length; see docs/algorithms.md, "The cpu backend".
 CHUNK_ROWS = 64
@@ -38,6 +37,18 @@ class _Arguments(ctypes.Structure):
         *((name, _Sequence) for name in ("v_bsmhp", "b_bsmgr", "c_bsmgr", "da_bsh", "w_now_bsh", "w_later_bsh")),
         ("segments_bs", ctypes.c_void_p),
         ("state_bhpr", ctypes.c_void_p),
+    ]
+
+
+class _Gradients(ctypes.Structure):
+    """`Gradients` of csrc/ssd_backward.h."""
+
+    _fields_ = [
+        ("d_y_bsmhp", _Sequence),
+        ("d_last_bhpr", ctypes.c_void_p),
+        *((f"d_{name}", ctypes.c_void_p) for name in ("v", "b", "c", "da", "w_now", "w_later", "state")),
+        ("ranges", ctypes.c_int64),
+        ("shares", ctypes.c_void_p),
     ]
 
 
@@ -88,9 +99,57 @@ def ssd_cpu(
     return y_bsmhp.to(v_bsmhp.dtype), last_bhpr
 
 
+@torch.library.custom_op("mambakit::ssd_cpu_backward", mutates_args=(), device_types="cpu")
+def ssd_cpu_backward(
+    d_y_bsmhp: Tensor,
+    d_last_bhpr: Tensor,
+    v_bsmhp: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    da_bsh: Tensor,
+    w_now_bsh: Tensor,
+    w_later_bsh: Tensor,
+    state_bhpr: Tensor,
+    segments_bs: Tensor | None,
+    chunk_len: int,
+) -> list[Tensor]:
+    """Gradients of the seven tensors of `ssd_cpu`, in its order."""
+    inputs = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr)
+    call = _Call(inputs[:6], state_bhpr, segments_bs, chunk_len)
+    grads = [torch.empty(tensor.shape, dtype=torch.float32) for tensor in inputs]
+    d_y_bsmhp, d_last_bhpr = _in_place(d_y_bsmhp), d_last_bhpr.to(torch.float32).contiguous()
+    shares = _shares(b_bsmgr, da_bsh)
+    arguments = _Gradients(
+        _Sequence.of(d_y_bsmhp),
+        pointer(d_last_bhpr),
+        *map(pointer, grads),
+        len(shares) + 1,
+        pointer(shares),
+    )
+    kernel("ssd_backward", "pp")(call.address, ctypes.addressof(arguments))
+    return [grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True)]
+
+
+def _shares(b_bsmgr: Tensor, da_bsh: Tensor) -> Tensor:
+    """Room for the gradients of B and C that a range of heads after the first finds for a group begun by another.
+
+    Heads are split into one range per thread; without room needed the tensor only has their number less one.
+    """
+    b, s, m, g, r = b_bsmgr.shape
+    heads, per_group = b * da_bsh.shape[2], da_bsh.shape[2] // g
+    ranges = max(min(torch.get_num_threads(), heads), 1)
+    split = any((heads * i // ranges) % per_group for i in range(1, ranges))
+    return torch.empty(ranges - 1, 2, s * m * r if split else 0)
+
+
 @ssd_cpu.register_fake
 def _(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr, segments_bs, chunk_len):
     return v_bsmhp.new_empty(v_bsmhp.shape), state_bhpr.new_empty(state_bhpr.shape, dtype=torch.float32)
+
+
+@ssd_cpu_backward.register_fake
+def _(d_y_bsmhp, d_last_bhpr, *inputs_and_options):
+    return [tensor.new_empty(tensor.shape) for tensor in inputs_and_options[:7]]
 
 
 def _keep_inputs(ctx, inputs, output):
@@ -100,8 +159,7 @@ def _keep_inputs(ctx, inputs, output):
 
 
 def _backward(ctx, d_y_bsmhp, d_last_bhpr):
-    chunk_len = min(ctx.chunk_len or default_chunk_len(d_y_bsmhp.shape[2]), d_y_bsmhp.shape[1])
-    grads = ssd_recalculated_backward(d_y_bsmhp, d_last_bhpr, *ctx.saved_tensors, chunk_len)
+    grads = ssd_cpu_backward(d_y_bsmhp, d_last_bhpr, *ctx.saved_tensors, ctx.chunk_len)
     wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
     return *wanted, None, None
 

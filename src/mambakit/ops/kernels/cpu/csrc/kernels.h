@@ -15,6 +15,7 @@
 #include "elementwise.h"
 #include "matvec.h"
 #include "norm.h"
+#include "ssd_backward.h"
 #include "ssd_forward.h"
 #include "step.h"
 #include "step_mamba1.h"

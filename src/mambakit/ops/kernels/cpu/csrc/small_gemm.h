@@ -75,13 +75,10 @@ struct Tile {
             for (int j = 0; j < N; j++) store(to + i * ld + j * W, at[i][j]);
     }
 
-    // to = scale * to + this
-    inline __attribute__((always_inline)) void add_to_scaled(float* to, int64_t ld, float scale) const {
+    // += scale * from
+    inline __attribute__((always_inline)) void add_scaled(float scale, const float* from, int64_t ld) {
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) {
-                float* here = to + i * ld + j * W;
-                store(here, splat(scale) * load(here) + at[i][j]);
-            }
+            for (int j = 0; j < N; j++) at[i][j] += splat(scale) * load(from + i * ld + j * W);
     }
 };
 

@@ -173,15 +173,17 @@ static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, con
     });
 }
 
-// state = over * state + left^T right over the q rows of a chunk: what a chunk writes, forwards or backwards.
-static void add_writes(const Arguments& x, int64_t q, const float* left, const float* right, float over, float* state) {
+// to = over * from + left^T right over the q rows of a chunk: how a state passes it, forwards or backwards.
+static void pass_chunk(const Arguments& x, int64_t q, const float* left, const float* right, float over,
+                       const float* from, float* to) {
     int64_t P = x.P(), R = x.R();
     column_tiles(P / W, [&](auto columns, int64_t j) {
         row_tiles(x.r, [&](auto rows, int64_t i) {
             Tile<decltype(rows)::value, decltype(columns)::value> tile;
             tile.clear();
             tile.template add_product<true>(left + i, R, right + j * W, P, q);
-            tile.add_to_scaled(state + i * P + j * W, P, over);
+            tile.add_scaled(over, from + i * P + j * W, P);
+            tile.store_to(to + i * P + j * W, P);
         });
     });
 }
@@ -201,10 +203,26 @@ static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t
     }
 }
 
+// The other way: q rows of n numbers to where a tensor has them.
+static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, float* to, int64_t ld) {
+    for (int64_t i = 0; i < q; i++)
+        for (int64_t j = 0; j < n; j += W) store_part(to + i * ld + j, load(from + i * width + j), n - j);
+}
+
 // to = diag(factor) from, for q rows.
 static void scale_rows(const float* from, const float* factor, int64_t q, int64_t width, float* to) {
     for (int64_t i = 0; i < q; i++)
         for (int64_t j = 0; j < width; j += W) store(to + i * width + j, splat(factor[i]) * load(from + i * width + j));
+}
+
+// The state after a chunk, from that before it.
+static void advance(const Arguments& x, const Chunk& c, const Decays& d, const float* b, const float* v, float* weighed,
+                    const float* from, float* to) {
+    for (int64_t i = 0; i < c.q; i++) {
+        vf weight = splat(d.to_end[i] * d.w_later[i]);
+        for (int64_t j = 0; j < x.P(); j += W) store(weighed + i * x.P() + j, weight * load(v + i * x.P() + j));
+    }
+    pass_chunk(x, c.q, b, weighed, d.over, from, to);
 }
 
 // Calls task(batch, group, first head, one after the last, range) for `ranges` about equal ranges of all heads of all

@@ -77,13 +77,8 @@ static void forward_chunk(const Arguments& x, int64_t head, ForwardBuffers& at, 
     int64_t ldy = x.h * x.p;
     bool whole = x.p == P;
     read(x, c.q, at.c, state, at.decays.from_start, at.mixed, at.v, whole ? y : at.y, whole ? ldy : P);
-    if (!whole)
-        for (int64_t i = 0; i < c.q; i++)
-            for (int64_t j = 0; j < x.p; j += W) store_part(y + i * ldy + j, load(at.y + i * P + j), x.p - j);
-
-    for (int64_t i = 0; i < c.q; i++) at.decays.to_end[i] *= at.decays.w_later[i];
-    scale_rows(at.v, at.decays.to_end, c.q, P, at.weighed);
-    add_writes(x, c.q, at.b, at.weighed, at.decays.over, state);
+    if (!whole) scatter_rows(at.y, P, c.q, x.p, y, ldy);
+    advance(x, c, at.decays, at.b, at.v, at.weighed, state, state);
 }
 
 static void forward_heads(const Arguments& x, int64_t batch, int64_t group, int64_t first, int64_t last, float* y_bsmhp,

@@ -1,0 +1,352 @@
+// The SSD core backwards, from its inputs alone; docs/math.md, "The recalculated backward".
+//
+// A thread takes some heads of a group through the sequence, a stretch of chunks at a time, last stretch first. Within a
+// stretch it recomputes the states that enter the chunks, for one head at a time, and visits them last to first. What
+// the heads of a group share, c . b and its gradient, is held for one stretch.
+#pragma once
+
+#include "ssd.h"
+
+namespace MK_ISA {
+namespace ssd {
+
+struct Gradients {
+    Sequence d_y_bsmhp;
+    const float* d_last_bhpr;
+    float *d_v_bsmhp, *d_b_bsmgr, *d_c_bsmgr, *d_da_bsh, *d_w_now_bsh, *d_w_later_bsh, *d_state_bhpr;
+    // Heads are split into `ranges`. One that begins inside a group adds to B and C of that group here, [range - 1][B, C]
+    // s m r, until all are done: sums in a fixed order, whatever thread is first.
+    int64_t ranges;
+    float* shares;
+};
+
+// Rows of a stretch: states of one head are kept for as many, and one state per head for every further stretch.
+constexpr int64_t STRETCH_ROWS = 2048;
+
+struct BackwardBuffers {
+    int64_t stretch, stretches;  // chunks of a stretch
+    Chunk chunk;
+    Decays decays;
+    float *b, *c, *b_t, *c_t;             // q x R, R x Q
+    float *v, *d_y, *v_t, *d_y_t;         // q x P, P x Q
+    float *weighed, *d_v;                 // q x P
+    float *mixed, *d_mixed;               // q x Q
+    float *d_start, *d_weight, *d_later;  // Q: gradients of from_start, of to_end w_later, of decayed w_later
+    double* d_da;                         // of one chunk
+    float *product, *d_product;           // stretch x q x Q
+    float *d_b_t, *d_c_t;                 // stretch x r x Q
+    float* states;                        // stretch x r x P: entering each chunk of a head
+    float* kept;                          // stretches x heads x r x P: entering each stretch
+    float* d_states;                      // heads x r x P
+
+    int64_t lay_out(const Arguments& x, int64_t heads, float* block) {
+        Arena arena{block};
+        int64_t q = x.rows(), P = x.P(), Q = x.Q(), R = x.R(), one = x.r * P;
+        stretch = STRETCH_ROWS / q > 1 ? STRETCH_ROWS / q : 1;
+        stretch = smaller(stretch, x.chunks());
+        stretches = (x.chunks() + stretch - 1) / stretch;
+        decays.lay_out(arena, x);
+        chunk.first_row = arena.integers(x.chunk_len);
+        b = arena.floats(q * R);
+        c = arena.floats(q * R);
+        b_t = arena.floats(R * Q);
+        c_t = arena.floats(R * Q);
+        v = arena.floats(q * P);
+        d_y = arena.floats(q * P);
+        v_t = arena.floats(P * Q);
+        d_y_t = arena.floats(P * Q);
+        weighed = arena.floats(q * P);
+        d_v = arena.floats(q * P);
+        mixed = arena.floats(q * Q);
+        d_mixed = arena.floats(q * Q);
+        d_start = arena.floats(Q);
+        d_weight = arena.floats(Q);
+        d_later = arena.floats(Q);
+        d_da = arena.doubles(x.chunk_len);
+        product = arena.floats(stretch * q * Q);
+        d_product = arena.floats(stretch * q * Q);
+        d_b_t = arena.floats(stretch * x.r * Q);
+        d_c_t = arena.floats(stretch * x.r * Q);
+        states = arena.floats(stretch * one);
+        kept = arena.floats(stretches * heads * one);
+        d_states = arena.floats(heads * one);
+        return arena.used;
+    }
+};
+
+static void fill_zero(float* x, int64_t n) { memset(x, 0, n * sizeof(float)); }
+
+// From d_mixed = d_y . v: mixed for the gradient of v, and the gradients of c . b (added), of w_now, of w_later as far as
+// the chunk itself reads it (d_later, per row), and of the log-decays between its pairs.
+static void weigh_pairs(const Arguments& x, const Chunk& c, const Decays& d, const float* product, float* d_product,
+                        BackwardBuffers& at, float* d_w_now) {
+    int64_t Q = x.Q(), m = x.m, width = round_up(c.q, W);
+    fill_zero(at.d_later, Q);
+    // From the last token up: when token k is reached, d_later holds the pairs whose reader is k or later, and those of
+    // them whose writer is earlier than k are the ones that k lies between.
+    for (int64_t l = c.len - 1; l >= 0; l--) {
+        int64_t row = l * m, j = 0;
+        for (; j < row + m; j += W) {
+            vf decay = pair_decay(x, c, d, l, j), weight = pair_weight(x, d, l, j, decay), d_pair = {};
+            for (int64_t i = row * Q + j; i < (row + m) * Q; i += Q) {
+                vf one = load(product + i), d_one = load(at.d_mixed + i);
+                store(at.mixed + i, weight * one);
+                store(d_product + i, load(d_product + i) + weight * d_one);
+                d_pair += one * d_one;
+            }
+            store(at.d_later + j, load(at.d_later + j) + decay * d_pair);
+        }
+        for (; j < width; j += W)
+            for (int64_t i = row; i < row + m; i++) store(at.mixed + i * Q + j, vf{});
+
+        float own = 0;
+        for (int64_t i = row; i < row + m; i++)
+            for (int64_t t = row; t < row + m; t++) own += at.d_mixed[i * Q + t] * product[i * Q + t];
+        d_w_now[(c.start + l) * x.h] = own;
+
+        vf crossing = {};
+        for (int64_t t = 0; t < row; t += W) {
+            vf d_gap = load(at.d_later + t) * load(d.w_later + t);
+            crossing += choose(column_numbers(t) < splat_int((int32_t)row), d_gap, vf{});
+        }
+        at.d_da[l] = sum(crossing);
+    }
+}
+
+// Of a product side . state with the state of a head, scaled by row: adds the gradient of the transposed side, and
+// leaves that of the scale. right_t is the other factor of the gradient, d_y or v.
+static void side_backward(const Arguments& x, int64_t q, const float* state, const float* right_t, const float* side_t,
+                          const float* scale, float* d_side_t, float* d_scale) {
+    int64_t P = x.P(), Q = x.Q();
+    fill_zero(d_scale, Q);
+    column_tiles(round_up(q, W) / W, [&](auto columns, int64_t j) {
+        constexpr int N = decltype(columns)::value;
+        row_tiles(x.r, [&](auto rows, int64_t i) {
+            constexpr int M = decltype(rows)::value;
+            Tile<M, N> tile;
+            tile.clear();
+            tile.template add_product<false>(state + i * P, P, right_t + j * W, Q, x.p);
+            for (int k = 0; k < N; k++) {
+                int64_t column = (j + k) * W;
+                vf factor = load(scale + column), total = load(d_scale + column);
+                for (int a = 0; a < M; a++) {
+                    int64_t here = (i + a) * Q + column;
+                    total += tile.at[a][k] * load(side_t + here);
+                    store(d_side_t + here, load(d_side_t + here) + factor * tile.at[a][k]);
+                }
+                store(d_scale + column, total);
+            }
+        });
+    });
+}
+
+// d_v = diag(weight) B d_last + mixed^T d_y
+static void values_backward(const Arguments& x, int64_t q, const float* b, const float* d_last, const float* weight,
+                            const float* mixed, const float* d_y, float* d_v, int64_t ld) {
+    int64_t P = x.P(), R = x.R(), Q = x.Q();
+    column_tiles(P / W, [&](auto columns, int64_t j) {
+        row_tiles(q, [&](auto rows, int64_t i) {
+            Tile<decltype(rows)::value, decltype(columns)::value> tile;
+            tile.clear();
+            tile.template add_product<false>(b + i * R, R, d_last + j * W, P, x.r);
+            tile.scale_rows(weight + i);
+            int64_t reader = i / x.m * x.m;  // no earlier one reads these rows
+            tile.template add_product<true>(mixed + reader * Q + i, Q, d_y + reader * P + j * W, P, q - reader);
+            tile.store_to(d_v + i * ld + j * W, ld);
+        });
+    });
+}
+
+static double inner_product(const float* a, const float* b, int64_t n) {
+    vf total[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        for (int k = 0; k < 4; k++) total[k] += load(a + i + k * W) * load(b + i + k * W);
+    for (; i < n; i += W) total[0] += load(a + i) * load(b + i);
+    return sum((total[0] + total[1]) + (total[2] + total[3]));
+}
+
+// The gradients of the log-decays and of w_later from those of the four exponents; see the table in docs/math.md.
+static void tokens_backward(const Arguments& x, const Chunk& c, const Decays& d, BackwardBuffers& at, double d_carry,
+                            float* d_da, float* d_w_later) {
+    int64_t m = x.m;
+    double up_to_here = 0;
+    for (int64_t l = 0; l < c.len; l++) {
+        double d_weight = 0, d_later = 0;
+        for (int64_t i = l * m; i < (l + 1) * m; i++) d_weight += at.d_weight[i], d_later += at.d_later[i];
+        double end = d.to_end[l * m];
+        d_w_later[(c.start + l) * x.h] = (float)(d_later + end * d_weight);
+        at.d_da[l] += d_carry + up_to_here;
+        up_to_here += end * d.w_later[l * m] * d_weight;
+    }
+    double from_here = 0;
+    for (int64_t l = c.len - 1; l >= 0; l--) {
+        for (int64_t i = l * m; i < (l + 1) * m; i++) from_here += (double)d.from_start[i] * at.d_start[i];
+        d_da[(c.start + l) * x.h] = (float)(at.d_da[l] + from_here);
+    }
+}
+
+// One chunk of one head: `state` entered it, d_state comes in for the state that left it and goes out for `state`.
+static void backward_chunk(const Arguments& x, const Gradients& grads, int64_t group, int64_t head, int64_t i,
+                           BackwardBuffers& at, const float* state, float* d_state) {
+    const Chunk& c = at.chunk;
+    int64_t P = x.P(), Q = x.Q(), R = x.R(), q = x.rows(), width = round_up(c.q, W);
+    Decays& d = at.decays;
+    gather_rows(x.b_bsmgr, c, x.m, x.g, group, x.r, at.b, R);
+    gather_rows(x.c_bsmgr, c, x.m, x.g, group, x.r, at.c, R);
+    gather_rows(x.v_bsmhp, c, x.m, x.h, head, x.p, at.v, P);
+    gather_rows(grads.d_y_bsmhp, c, x.m, x.h, head, x.p, at.d_y, P);
+    transpose(at.b, R, c.q, x.r, at.b_t, Q, width);
+    transpose(at.c, R, c.q, x.r, at.c_t, Q, width);
+    transpose(at.v, P, c.q, x.p, at.v_t, Q, width);
+    transpose(at.d_y, P, c.q, x.p, at.d_y_t, Q, width);
+    find_decays(x, c, head, d);
+
+    int64_t tokens = c.batch * x.s * x.h + head;
+    lower_product(c.q, x.m, at.d_y, P, at.v_t, Q, x.p, at.d_mixed, Q);
+    weigh_pairs(x, c, d, at.product + i * q * Q, at.d_product + i * q * Q, at, grads.d_w_now_bsh + tokens);
+
+    side_backward(x, c.q, state, at.d_y_t, at.c_t, d.from_start, at.d_c_t + i * x.r * Q, at.d_start);
+    float* weight = d.sum_high;  // not needed any more
+    for (int64_t k = 0; k < width; k++) weight[k] = d.to_end[k] * d.w_later[k];
+    side_backward(x, c.q, d_state, at.v_t, at.b_t, weight, at.d_b_t + i * x.r * Q, at.d_weight);
+    double d_carry = d.over * inner_product(state, d_state, x.r * P);
+    tokens_backward(x, c, d, at, d_carry, grads.d_da_bsh + tokens, grads.d_w_later_bsh + tokens);
+
+    float* d_v = grads.d_v_bsmhp + ((c.batch * x.s + c.start) * x.m * x.h + head) * x.p;
+    bool whole = x.p == P;
+    values_backward(x, c.q, at.b, d_state, weight, at.mixed, at.d_y, whole ? d_v : at.d_v, whole ? x.h * x.p : P);
+    if (!whole) scatter_rows(at.d_v, P, c.q, x.p, d_v, x.h * x.p);
+
+    scale_rows(at.d_y, d.from_start, c.q, P, at.weighed);
+    pass_chunk(x, c.q, at.c, at.weighed, d.over, d_state, d_state);
+}
+
+// The gradients of B and C in one chunk, from what the heads have added up: d_c = d_product b, d_b = d_product^T c, and
+// the parts of the states.
+static void sides_backward(const Arguments& x, int64_t group, int64_t i, BackwardBuffers& at, float* d_b, float* d_c,
+                           int64_t ld) {
+    const Chunk& c = at.chunk;
+    int64_t Q = x.Q(), R = x.R(), m = x.m;
+    gather_rows(x.b_bsmgr, c, m, x.g, group, x.r, at.b, R);
+    gather_rows(x.c_bsmgr, c, m, x.g, group, x.r, at.c, R);
+    const float* d_product = at.d_product + i * x.rows() * Q;
+    // In the buffers of the transposed sides, which are large enough and not in use: R x Q.
+    float *d_b_rows = at.b_t, *d_c_rows = at.c_t;
+    transpose(at.d_b_t + i * x.r * Q, Q, x.r, c.q, d_b_rows, R, R);
+    transpose(at.d_c_t + i * x.r * Q, Q, x.r, c.q, d_c_rows, R, R);
+    column_tiles(R / W, [&](auto columns, int64_t j) {
+        row_tiles(c.q, [&](auto rows, int64_t k) {
+            constexpr int M = decltype(rows)::value;
+            Tile<M, decltype(columns)::value> tile;
+            tile.clear();
+            tile.template add_product<false>(d_product + k * Q, Q, at.b + j * W, R, reach(k + M - 1, m));
+            tile.add_scaled(1.0f, d_c_rows + k * R + j * W, R);
+            tile.store_to(d_c_rows + k * R + j * W, R);
+            int64_t reader = k / m * m;
+            tile.clear();
+            tile.template add_product<true>(d_product + reader * Q + k, Q, at.c + reader * R + j * W, R, c.q - reader);
+            tile.add_scaled(1.0f, d_b_rows + k * R + j * W, R);
+            tile.store_to(d_b_rows + k * R + j * W, R);
+        });
+    });
+    scatter_rows(d_b_rows, R, c.q, x.r, d_b + c.start * m * ld, ld);
+    scatter_rows(d_c_rows, R, c.q, x.r, d_c + c.start * m * ld, ld);
+}
+
+// States entering chunks [begin, end) of one head, from the first of them.
+static void recompute_states(const Arguments& x, int64_t batch, int64_t group, int64_t head, int64_t begin, int64_t end,
+                             BackwardBuffers& at, const float* entering, float* states, int64_t apart) {
+    const float* from = entering;
+    for (int64_t n = begin; n < end; n++) {
+        cut(x, batch, n, at.chunk);
+        gather_rows(x.b_bsmgr, at.chunk, x.m, x.g, group, x.r, at.b, x.R());
+        gather_rows(x.v_bsmhp, at.chunk, x.m, x.h, head, x.p, at.v, x.P());
+        find_decays(x, at.chunk, head, at.decays);
+        float* to = states + (n - begin) * apart;
+        advance(x, at.chunk, at.decays, at.b, at.v, at.weighed, from, to);
+        from = to;
+    }
+}
+
+static void backward_heads(const Arguments& x, const Gradients& grads, int64_t batch, int64_t group, int64_t first,
+                           int64_t last, float* d_b, float* d_c, int64_t ld) {
+    BackwardBuffers at;
+    at.lay_out(x, last - first, scratch<0>(at.lay_out(x, last - first, nullptr)));
+    int64_t P = x.P(), Q = x.Q(), R = x.R(), q = x.rows(), one = x.r * P, heads = last - first, chunks = x.chunks();
+    for (int64_t k = 0; k < heads; k++) {
+        int64_t state = (batch * x.h + first + k) * x.p * x.r;
+        transpose(x.state_bhpr + state, x.r, x.p, x.r, at.kept + k * one, P, P);
+        transpose(grads.d_last_bhpr + state, x.r, x.p, x.r, at.d_states + k * one, P, P);
+        // Every stretch's last state is the first of the next.
+        for (int64_t n = 1; n < at.stretches; n++)
+            recompute_states(x, batch, group, first + k, (n - 1) * at.stretch, n * at.stretch, at,
+                             at.kept + ((n - 1) * heads + k) * one, at.kept + (n * heads + k) * one, 0);
+    }
+    for (int64_t n = at.stretches - 1; n >= 0; n--) {
+        int64_t begin = n * at.stretch, end = smaller(begin + at.stretch, chunks);
+        fill_zero(at.d_product, at.stretch * q * Q);
+        fill_zero(at.d_b_t, at.stretch * x.r * Q);
+        fill_zero(at.d_c_t, at.stretch * x.r * Q);
+        for (int64_t i = 0; i < end - begin; i++) {
+            cut(x, batch, begin + i, at.chunk);
+            gather_rows(x.b_bsmgr, at.chunk, x.m, x.g, group, x.r, at.b, R);
+            gather_rows(x.c_bsmgr, at.chunk, x.m, x.g, group, x.r, at.c, R);
+            transpose(at.b, R, at.chunk.q, x.r, at.b_t, Q, round_up(at.chunk.q, W));
+            lower_product(at.chunk.q, x.m, at.c, R, at.b_t, Q, x.r, at.product + i * q * Q, Q);
+        }
+        for (int64_t k = 0; k < heads; k++) {
+            const float* entering = at.kept + (n * heads + k) * one;
+            recompute_states(x, batch, group, first + k, begin, end - 1, at, entering, at.states + one, one);
+            for (int64_t i = end - begin - 1; i >= 0; i--) {
+                cut(x, batch, begin + i, at.chunk);
+                backward_chunk(x, grads, group, first + k, i, at, i ? at.states + i * one : entering,
+                               at.d_states + k * one);
+            }
+        }
+        for (int64_t i = 0; i < end - begin; i++) {
+            cut(x, batch, begin + i, at.chunk);
+            sides_backward(x, group, i, at, d_b, d_c, ld);
+        }
+    }
+    for (int64_t k = 0; k < heads; k++)
+        transpose(at.d_states + k * one, P, x.r, x.p, grads.d_state_bhpr + (batch * x.h + first + k) * x.p * x.r, x.r, x.r);
+}
+
+// Adds what the ranges that began inside a group found for it.
+static void add_shares(const Arguments& x, const Gradients& grads) {
+    int64_t per_group = x.h / x.g, rows = x.s * x.m, ld = x.g * x.r;
+    for (int64_t range = 1; range < grads.ranges; range++) {
+        int64_t head = x.b * x.h * range / grads.ranges;
+        if (head % per_group == 0) continue;
+        int64_t here = (head / x.h * rows * x.g + head % x.h / per_group) * x.r;
+        const float* share = grads.shares + (range - 1) * 2 * rows * x.r;
+        parallel(rows, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++)
+                for (int64_t j = 0; j < x.r; j++) {
+                    grads.d_b_bsmgr[here + i * ld + j] += share[i * x.r + j];
+                    grads.d_c_bsmgr[here + i * ld + j] += share[(rows + i) * x.r + j];
+                }
+        });
+    }
+}
+
+}  // namespace ssd
+}  // namespace MK_ISA
+
+MK_EXPORT(ssd_backward)(const void* arguments, const void* gradients) {
+    using namespace MK_ISA::ssd;
+    const Arguments& x = *(const Arguments*)arguments;
+    const Gradients& grads = *(const Gradients*)gradients;
+    int64_t per_group = x.h / x.g, rows = x.s * x.m;
+    for_head_ranges(x, grads.ranges, [&](int64_t batch, int64_t group, int64_t first, int64_t last, int64_t range) {
+        if (first % per_group == 0) {
+            int64_t here = (batch * rows * x.g + group) * x.r;
+            backward_heads(x, grads, batch, group, first, last, grads.d_b_bsmgr + here, grads.d_c_bsmgr + here, x.g * x.r);
+        } else {
+            float* share = grads.shares + (range - 1) * 2 * rows * x.r;
+            backward_heads(x, grads, batch, group, first, last, share, share + rows * x.r, x.r);
+        }
+    });
+    add_shares(x, grads);
+}
