@@ -311,9 +311,11 @@ def test_a_restored_run_goes_on_bit_for_bit(optimizer, tmp_path):
         other.advance()
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.save(other.saved())
-    torch.manual_seed(5)
+    drawn = torch.rand(3)
     third = make_trainer(optimizer=optimizer, accumulate=2)
+    torch.manual_seed(5)
     third.restore(checkpoints.newest())
+    assert torch.equal(torch.rand(3), drawn)
     assert [third.advance().loss for _ in range(4)] == expected[4:]
     for a, b in zip(one.model.parameters(), third.model.parameters(), strict=True):
         assert torch.equal(a, b)

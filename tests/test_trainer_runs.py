@@ -16,9 +16,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the runs are fo
 
 
 def forked_runs(what: str, folder: Path) -> str:
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, HERE / "forked_runs.py", what, folder],
-        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=900,
