@@ -16,23 +16,24 @@ mamba2_step = torch.ops.mambakit.mamba2_step_cpu.default
 mamba3_step = torch.ops.mambakit.mamba3_step_cpu.default
 
 
-def can_fuse(backend: str, tensors: Iterable[Tensor | None], trained: Iterable[Tensor]) -> bool:
+def can_fuse(backend: str, tensors: tuple[Tensor | None, ...], trained: Iterable[Tensor]) -> bool:
     """Whether a step kernel may run on `tensors`, of which some may be None.
 
     They are float32 on the CPU, and neither they nor `trained` (what else takes part) need a gradient of any kind: the
     kernels have none.
     """
+    with_gradients, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
     for tensor in tensors:
         if tensor is None:
             continue
-        # No subclass: what those do with an operator they do not know is theirs to say.
-        if tensor.dtype != torch.float32 or type(tensor) not in (Tensor, torch.nn.Parameter):
+        if tensor.dtype != torch.float32 or (with_gradients and tensor.requires_grad):
             return False
-        if tensor.requires_grad and torch.is_grad_enabled():
+        # A subclass may not know what to do with our operators. A tracer's own does.
+        if not traced and type(tensor) not in (Tensor, torch.nn.Parameter):
             return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
+    if with_gradients and any(tensor.requires_grad for tensor in trained):
         return False
-    return not _is_transformed() and use_kernels(backend, *tensors)
+    return (traced or not _is_transformed()) and use_kernels(backend, *tensors)
 
 
 def is_plain(module: Any, kind: type) -> bool:
@@ -44,6 +45,4 @@ def is_plain(module: Any, kind: type) -> bool:
 
 def _is_transformed() -> bool:
     """Inside `torch.func` transforms and forward-mode derivatives, which reach past `torch.no_grad`."""
-    if torch.compiler.is_compiling():
-        return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -214,7 +214,7 @@ def mamba3_step(
     a_floor: float,
     rotation_range: float,
     *,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: tuple[Tensor, ...],
 ) -> Tensor:
     """The step of every row; `out` takes the state, the last B, the last x and the angle.
 
