@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mambakit.ops.kernels.cpu.library import why_missing
 
@@ -29,10 +30,11 @@ def auto_means(backend: str) -> Iterator[None]:
 def use_kernels(backend: str, *tensors: Tensor | None) -> bool:
     """Whether the fused CPU kernels run on `tensors`.
 
-    `"auto"` takes them wherever they apply: on the CPU, in float32 or narrower. `"cpu"` takes them or raises
-    `ValueError`, `"torch"` never.
+    `"auto"` takes them wherever they apply: on the CPU, in float32 or narrower, outside `torch.func`'s transforms and
+    forward-mode derivatives. `"cpu"` takes them or raises `ValueError`, `"torch"` never.
     """
-    backend = _auto if backend == "auto" else backend
+    if backend == "auto":
+        backend = "torch" if _is_transformed() else _auto
     if backend == "torch":
         return False
     if backend not in BACKENDS:
@@ -55,3 +57,10 @@ def use_kernels(backend: str, *tensors: Tensor | None) -> bool:
 
 def _is_known(dtype: torch.dtype) -> bool:
     return dtype in KERNEL_DTYPES or not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_transformed() -> bool:
+    """Whether `torch.func` or forward-mode derivatives look at every operation, which reaches past `torch.no_grad`."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from mambakit.ops.backend import use_kernels
 from mambakit.ops.kernels.cpu import step as _cpu  # noqa: F401 - defines the operators
@@ -19,8 +18,8 @@ mamba3_step = torch.ops.mambakit.mamba3_step_cpu.default
 def can_fuse(backend: str, tensors: tuple[Tensor | None, ...], trained: Iterable[Tensor]) -> bool:
     """Whether a step kernel may run on `tensors`, of which some may be None.
 
-    They are float32 on the CPU, and neither they nor `trained` (what else takes part) need a gradient of any kind: the
-    kernels have none.
+    They are float32 on the CPU, and neither they nor `trained` (what else takes part) need a gradient: the kernels have
+    none.
     """
     with_gradients, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
     for tensor in tensors:
@@ -33,7 +32,7 @@ def can_fuse(backend: str, tensors: tuple[Tensor | None, ...], trained: Iterable
             return False
     if with_gradients and any(tensor.requires_grad for tensor in trained):
         return False
-    return (traced or not _is_transformed()) and use_kernels(backend, *tensors)
+    return use_kernels(backend, *tensors)
 
 
 def is_plain(module: Any, kind: type) -> bool:
@@ -41,8 +40,3 @@ def is_plain(module: Any, kind: type) -> bool:
     return type(module) is kind and not (
         module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     )
-
-
-def _is_transformed() -> bool:
-    """Inside `torch.func` transforms and forward-mode derivatives, which reach past `torch.no_grad`."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
