@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, RMSNorm
+from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, RMSNorm, is_plain
 from mambakit.ops import step
 from mambakit.ops.ssd_path import SsdPath
 
@@ -20,7 +20,7 @@ def mamba1(
     if projected_bsX.shape[1] != 1 or segments_bs is not None or lengths_b is not None:
         return None
     conv = block.conv1d
-    if not step.is_plain(conv, CausalConv1d):
+    if not is_plain(conv, CausalConv1d):
         return None
     projected_bX = projected_bsX[:, 0]
     tensors = (projected_bX, *cache, conv.weight, conv.bias, block.A_log, block.D)
@@ -47,7 +47,7 @@ def mamba2(
         return None
     config, conv = block.config, block.conv1d
     norm = block.norm if config.rmsnorm else None
-    if not step.is_plain(conv, CausalConv1d) or (norm is not None and not step.is_plain(norm, GatedRMSNorm)):
+    if not is_plain(conv, CausalConv1d) or (norm is not None and not is_plain(norm, GatedRMSNorm)):
         return None
     projected_bX = projected_bsX[:, 0]
     weight, group, eps, before_gate = None, config.norm_width, 0.0, False
@@ -73,7 +73,7 @@ def mamba3(
     config = block.config
     norm = block.norm if config.is_outproj_norm else None
     norms = [module for module in (block.B_norm, block.C_norm, norm) if module is not None]
-    if config.rotation != "complex" or not all(step.is_plain(module, RMSNorm) for module in norms):
+    if config.rotation != "complex" or not all(is_plain(module, RMSNorm) for module in norms):
         return None
     projected_bX, carried = projected_bsX[:, 0], cache[:4]
     mimo = (block.mimo_x, block.mimo_z, block.mimo_o) if config.is_mimo else (None, None, None)

@@ -1,7 +1,6 @@
 """One token through a fused kernel: which calls may take it, and the operators that do."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +32,3 @@ def can_fuse(backend: str, tensors: tuple[Tensor | None, ...], trained: Iterable
     if with_gradients and any(tensor.requires_grad for tensor in trained):
         return False
     return use_kernels(backend, *tensors)
-
-
-def is_plain(module: Any, kind: type) -> bool:
-    """Whether calling `module` is computing what its class says: no subclass, no hook, no forward of its own."""
-    return type(module) is kind and not (
-        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    )
