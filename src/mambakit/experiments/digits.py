@@ -18,6 +18,7 @@ from mambakit.models.bidirectional import BidirectionalConfig, BidirectionalStac
 from mambakit.models.latent_model import LatentConfig, LatentModel
 
 SIDE, PIXELS, CLASSES, CODE = 8, 64, 10, 16
+CHANNELS = 1 + 2 * SIDE
 FILES = ("results.json", "classifier.png", "autoencoder.png")
 Tell = Callable[[str, int, int, float], None]
 """`tell(what, step, steps, loss)`"""
@@ -25,13 +26,13 @@ Tell = Callable[[str, int, int, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsRecipe:
-    classifier_epochs: int = 30
+    classifier_epochs: int = 20
     autoencoder_epochs: int = 30
     seed: int = 0
-    d_model: int = 48
-    state_rank: int = 32
+    d_model: int = 32
+    state_rank: int = 16
     batch: int = 32
-    learning_rate: float = 4e-3
+    learning_rate: float = 1e-2
 
     @property
     def block(self) -> Mamba3Config:
@@ -41,7 +42,7 @@ class DigitsRecipe:
 def recipe(quick: bool, epochs: int | None, seed: int) -> DigitsRecipe:
     made = DigitsRecipe(seed=seed)
     if quick:
-        made = replace(made, classifier_epochs=12, autoencoder_epochs=8)
+        made = replace(made, classifier_epochs=6, autoencoder_epochs=6)
     if epochs is not None:
         if epochs < 1:
             raise ValueError(f"epochs = {epochs} has to be positive")
@@ -67,37 +68,43 @@ def load() -> Digits:
     return Digits(images_bs[train], labels_b[train], images_bs[test], labels_b[test])
 
 
+def tokens(image_bs: Tensor) -> Tensor:
+    """Each pixel with its row and column, one-hot: `CHANNELS` numbers."""
+    place_s = torch.arange(PIXELS)
+    row_sX, column_sX = F.one_hot(place_s // SIDE, SIDE), F.one_hot(place_s % SIDE, SIDE)
+    place_bsX = torch.cat([row_sX, column_sX], 1).to(image_bs.dtype).expand(len(image_bs), -1, -1)
+    return torch.cat([image_bs[..., None], place_bsX], -1)
+
+
 class Classifier(nn.Module):
-    """Reads a digit once, from the upper left to the lower right, and says what it was at a learned row at the end."""
+    """Reads a digit once, from the upper left to the lower right; the mean of what it says on the way is its answer."""
 
     def __init__(self, recipe: DigitsRecipe):
         super().__init__()
-        config = LatentConfig(block=recipe.block, n_layer=2, d_input=1, d_output=CLASSES, class_tokens=("end",))
-        self.model = LatentModel(config)
+        self.model = LatentModel(LatentConfig(block=recipe.block, n_layer=2, d_input=CHANNELS, d_output=CLASSES))
 
     def forward(self, image_bs: Tensor) -> Tensor:
-        return self.model(image_bs[..., None])[0][:, -1]
+        return self.model(tokens(image_bs))[0].mean(1)
 
 
 class Autoencoder(nn.Module):
-    """64 pixels to `CODE` numbers, read at a learned row in the middle of both directions, and back to 64 pixels."""
+    """64 pixels, read in both directions, to `CODE` numbers, and from these to 64 pixels."""
 
     def __init__(self, recipe: DigitsRecipe):
         super().__init__()
         d = recipe.d_model
-        self.pixel = nn.Linear(1, d)
-        self.encoder = BidirectionalStack(
-            BidirectionalConfig(block=recipe.block, n_layer=2, merge="cat_linear", stack_latents=("middle",))
-        )
+        self.pixel = nn.Linear(CHANNELS, d)
+        both_ways = BidirectionalConfig(block=recipe.block, n_layer=2, merge="cat_linear")
+        self.encoder = BidirectionalStack(both_ways)
         self.code = nn.Linear(d, CODE)
         self.spread = nn.Linear(CODE, d)
         self.place_sd = nn.Parameter(torch.randn(PIXELS, d))
-        self.decoder = BidirectionalStack(BidirectionalConfig(block=recipe.block, n_layer=2, merge="cat_linear"))
+        self.decoder = BidirectionalStack(both_ways)
         self.paint = nn.Linear(d, 1)
 
     def encode(self, image_bs: Tensor) -> Tensor:
-        x_bsd, _ = self.encoder(self.pixel(image_bs[..., None]))
-        return self.code(x_bsd[:, PIXELS // 2])
+        x_bsd, _ = self.encoder(self.pixel(tokens(image_bs)))
+        return self.code(x_bsd.mean(1))
 
     def forward(self, image_bs: Tensor) -> Tensor:
         """Logits of the pixels."""
@@ -122,7 +129,7 @@ def run_classifier(out: Path, digits: Digits, recipe: DigitsRecipe, tell: Tell) 
     model = Classifier(recipe)
 
     def loss(index_b: Tensor) -> Tensor:
-        return F.cross_entropy(model(shifted(digits.train_bs[index_b])), digits.train_b[index_b])
+        return F.cross_entropy(model(digits.train_bs[index_b]), digits.train_b[index_b])
 
     seconds = fit(model, loss, len(digits.train_b), recipe.classifier_epochs, recipe, "classifier", tell)
     with torch.no_grad():
@@ -186,13 +193,6 @@ def fit(
 def batches(count: int, size: int, epochs: int) -> Iterator[Tensor]:
     for _ in range(epochs):
         yield from torch.randperm(count).split(size)
-
-
-def shifted(image_bs: Tensor) -> Tensor:
-    """All digits of a batch moved by up to a pixel in each direction."""
-    down, right = torch.randint(-1, 2, (2,)).tolist()
-    wide_bs = F.pad(image_bs.view(-1, SIDE, SIDE), (1, 1, 1, 1))
-    return wide_bs[:, 1 - down : 1 - down + SIDE, 1 - right : 1 - right + SIDE].flatten(1)
 
 
 def principal_components(digits: Digits, count: int) -> Tensor:
