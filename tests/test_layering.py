@@ -10,6 +10,7 @@ ROOT = Path(mambakit.__file__).parent
 LAYERS = ["ops", "blocks", "caches", "models", "training", "checkpoints"]
 LAYERS += [
     "quantization",
+    "decoder",
     "sampling",
     "prompts",
     "prefix_cache",

@@ -1,13 +1,16 @@
 """Continue prompts: read them in pieces, choose tokens one by one, give each out as it comes."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mambakit.caches import concat, select
+from mambakit.decoder import make_decoder
 from mambakit.models.language_model import LanguageModel
+from mambakit.ops.backend import auto_means, use_kernels
 from mambakit.prefix_cache import PrefixCache
 from mambakit.prompts import Ids, Prompts, Stop, read_prompts, read_stops
 from mambakit.sampling import Sampler, check_count, row_seeds, uniform
@@ -30,6 +33,7 @@ def generate(
     pad_id: int = 0,
     prefill_chunk: int = 512,
     prefix_cache: PrefixCache | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """The tokens that follow the prompts, `[batch, new]`: all that `Stream` gives with the same arguments."""
     run = Stream(
@@ -48,6 +52,7 @@ def generate(
         pad_id=pad_id,
         prefill_chunk=prefill_chunk,
         prefix_cache=prefix_cache,
+        backend=backend,
     )
     for _ in run:
         pass
@@ -67,6 +72,9 @@ class Stream(Iterator[Tensor]):
 
     A row ends when its new tokens end in one of `stop`, a list of ids and of sequences of ids; these are given out too.
     Afterwards it gives `pad_id`. The iterator ends after `max_new_tokens` tokens, or earlier with the last row.
+
+    `backend` is how tokens are computed: `"torch"` by torch's operators, `"cpu"` each in one call of the CPU kernels,
+    which raises `ValueError` where a model is not made for that, `"auto"` by the fastest that applies.
 
     Gradients are not recorded, but caches are ordinary tensors that later calls may go on from with gradients.
     """
@@ -89,6 +97,7 @@ class Stream(Iterator[Tensor]):
         pad_id: int = 0,
         prefill_chunk: int = 512,
         prefix_cache: PrefixCache | None = None,
+        backend: str = "auto",
     ):
         check_count("max_new_tokens", max_new_tokens, least=0)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -111,13 +120,17 @@ class Stream(Iterator[Tensor]):
         self._ends_a = torch.zeros(prompts.rows, dtype=torch.bool)
         self._pending_a: Tensor | None = None
         """Tokens given out but not yet taken into the cache."""
-        with torch.no_grad():
+        use_kernels(backend)  # raises for a name it does not know
+        self._backend = backend
+        # "auto" makes one when the first token is taken in.
+        self._decoder = make_decoder(model, backend, prompts.rows) if backend == "cpu" else None
+        with torch.no_grad(), auto_means("torch") if backend == "torch" else nullcontext():
             if prefix_cache is None:
-                x_bd, self._cache = prefill(model, prompts, cache, prefill_chunk)
+                x_bd, self._prompt_cache = prefill(model, prompts, cache, prefill_chunk)
             elif cache is not None:
                 raise ValueError("a prefix_cache knows prompts from their start; leave it out when continuing a cache")
             else:
-                x_bd, self._cache = prefill_by_prefix(model, prompts, prefix_cache, prefill_chunk)
+                x_bd, self._prompt_cache = prefill_by_prefix(model, prompts, prefix_cache, prefill_chunk)
             self._logits_aw = model.logits(x_bd)
 
     @property
@@ -135,10 +148,14 @@ class Stream(Iterator[Tensor]):
         it when the next one is asked for or when this is read, so that the last one costs nothing if nobody reads it.
         """
         self._take_in()
+        current = self._prompt_cache
+        if current is None:
+            assert self._decoder is not None
+            current = self._decoder.cache()
         if not self._ended:
-            return self._cache
+            return current
         row_b = torch.cat([row for row, _ in self._ended] + [self._row_a])
-        return select(concat([cache for _, cache in self._ended] + [self._cache]), row_b.argsort())
+        return select(concat([cache for _, cache in self._ended] + [current]), row_b.argsort())
 
     def __next__(self) -> Tensor:
         if len(self._given) == self._max_new_tokens or bool(self._ends_a.all()):
@@ -167,13 +184,19 @@ class Stream(Iterator[Tensor]):
         """Bring cache and logits up to the tokens given out, and let go of the rows that ended with them."""
         if self._pending_a is None:
             return
+        if self._decoder is None:
+            self._decoder = make_decoder(self._model, self._backend, len(self._row_a))
         with torch.no_grad():
-            self._logits_aw, self._cache = self._model.step(self._pending_a, self._cache)
+            if self._prompt_cache is not None:
+                self._decoder.load(self._prompt_cache)
+                self._prompt_cache = None
+            self._logits_aw = self._decoder.step(self._pending_a)
         self._pending_a = None
         if self._ends_a.any():
             ended_e, on_a = self._ends_a.nonzero()[:, 0], (~self._ends_a).nonzero()[:, 0]
-            self._ended.append((self._row_a[ended_e], select(self._cache, ended_e)))
-            self._cache = select(self._cache, on_a)
+            cache = self._decoder.cache()
+            self._ended.append((self._row_a[ended_e], select(cache, ended_e)))
+            self._decoder.load(select(cache, on_a))
             self._logits_aw = self._logits_aw[on_a.to(self._logits_aw.device)]
             self._row_a, self._ends_a = self._row_a[on_a], self._ends_a[on_a]
 

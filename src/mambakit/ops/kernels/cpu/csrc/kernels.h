@@ -21,3 +21,4 @@
 #include "step_mamba1.h"
 #include "step_mamba2.h"
 #include "step_mamba3.h"
+#include "decode.h"
