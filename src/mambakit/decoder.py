@@ -256,6 +256,5 @@ def why_not_module(module: nn.Module) -> str | None:
     if type(module) is Mamba1 and type(module.dt_proj) is not Linear:
         return "has a quantized dt_proj"
     if isinstance(module, PROJECTIONS) and not matvec.is_stored_well(module.stored()):
-        return "has weights in another form than its own"
+        return f"has weights of {module.stored().weight.dtype} in a form that the kernels do not read"
     return None
-

@@ -1,0 +1,294 @@
+"""The whole-model step equals the model's own, for all families, options and weight formats; and what it refuses."""
+
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocks import CONFIGS
+from compare import error
+from mambakit import (
+    LanguageModel,
+    Mamba1Config,
+    Mamba2Config,
+    Mamba3Config,
+    ModelConfig,
+    MultiGateConfig,
+    generate,
+    quantize,
+    stream,
+)
+from mambakit.decoder import Decoder, StepByStep, make_decoder, why_not
+from mambakit.models.schedules import Cyclic
+from mambakit.ops.backend import auto_means
+from mambakit.ops.kernels.cpu.library import library, why_missing
+
+pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
+VOCABULARY = 50
+ROTATING = ("mamba3-quaternion", "mamba3-learned")
+NAMES = [name for name in CONFIGS if name not in ROTATING]
+MODELS = {
+    "tied": {},
+    "untied-mlp": {"tie_embeddings": False, "d_intermediate": 8},
+    "layer-norm": {"rms_norm": False, "norm_eps": 1e-3, "residual_in_fp32": False},
+    "virtual": {"virtual": Cyclic(5)},
+}
+
+
+def make_model(block: Any, *, bits: int = 32, dtype: torch.dtype = torch.float32, **options: Any) -> LanguageModel:
+    torch.manual_seed(1)
+    model = LanguageModel(ModelConfig(block=block, n_layer=2, vocab_size=VOCABULARY, **options), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model if bits == 32 else quantize(model, bits)
+
+
+def tensors_of(cache: Any) -> list[Tensor]:
+    return [t for layer in cache for t in layer if isinstance(t, Tensor)]
+
+
+def apart(got: Any, want: Any, model: LanguageModel) -> float:
+    """The largest error of two caches; angles are compared as directions."""
+    worst = 0.0
+    for one, other in zip(got, want, strict=True):
+        assert type(one) is type(other)
+        for name, was in other._asdict().items():
+            if not isinstance(was, Tensor):
+                assert getattr(one, name) == was
+                continue
+            pair = [getattr(one, name), was]
+            if name == "rotation":
+                pair = [torch.polar(torch.ones_like(t), t) for t in pair]
+            worst = max(worst, error(*pair))
+    return worst
+
+
+def check_steps(model: LanguageModel, rows: int = 3, steps: int = 12) -> None:
+    """Logits and caches of both ways, token by token."""
+    make = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        _, cache = model(torch.randint(VOCABULARY, (rows, 4), generator=make))
+        before = [t.clone() for t in tensors_of(cache)]
+        entering, decoder = cache, Decoder(model)
+        decoder.load(cache)
+        for _ in range(steps):
+            ids_b = torch.randint(VOCABULARY, (rows,), generator=make)
+            with auto_means("torch"):
+                want, cache = model.step(ids_b, cache)
+            assert error(decoder.step(ids_b), want, floor=1e-3) < 1e-5
+    assert apart(decoder.cache(), cache, model) < 1e-4
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(entering), before, strict=True)), "a public cache changed"
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_block(name, bits):
+    check_steps(make_model(CONFIGS[name], bits=bits))
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3-mimo"])
+def test_every_model(name, options):
+    check_steps(make_model(CONFIGS[name], **options))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 19])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2-mlp", "mamba3-mimo"])
+def test_rows_do_not_matter(name, rows):
+    """Each row to the last digit as it would be alone."""
+    model = make_model(CONFIGS[name], bits=4)
+    with torch.no_grad():
+        ids_b, (_, cache) = torch.randint(VOCABULARY, (rows,)), model(torch.randint(VOCABULARY, (rows, 3)))
+        together, alone = Decoder(model), Decoder(model)
+        together.load(cache)
+        logits_bw = together.step(ids_b)
+        for row in range(rows):
+            alone.load([type(c)(*(t[row : row + 1] if isinstance(t, Tensor) else t for t in c)) for c in cache])
+            assert torch.equal(alone.step(ids_b[row : row + 1])[0], logits_bw[row])
+
+
+def random_block(draw: random.Random) -> Any:
+    """Sizes that are multiples of nothing."""
+    heads, p, groups = draw.choice([2, 4, 6]), draw.choice([1, 3, 7, 20]), draw.choice([1, 2])
+    if draw.random() < 0.3:
+        return Mamba1Config(d_model=draw.randint(1, 70), state_rank=draw.randint(1, 19), conv_kernel=draw.randint(1, 5))
+    shared = {"d_model": heads * p, "expand": 1, "per_head_dim": p, "ngroups": groups}
+    if draw.random() < 0.5:
+        before = draw.random() < 0.5
+        return Mamba2Config(
+            **shared, state_rank=draw.randint(1, 40), conv_kernel=draw.randint(1, 5), norm_before_gate=before
+        )
+    rope, rank = draw.choice([0.0, 0.5, 1.0]), draw.randint(1, 6)
+    state_rank = 2 * draw.randint(1, 20)
+    return Mamba3Config(**shared, state_rank=state_rank, rope_fraction=rope, is_mimo=rank > 1, mimo_rank=rank)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_odd_sizes(seed):
+    draw = random.Random(seed)
+    mlp = {"d_intermediate": 8} if draw.random() < 0.2 else {}
+    model = make_model(random_block(draw), bits=draw.choice([32, 16, 8, 4]), **mlp)
+    check_steps(model, rows=draw.randint(1, 10), steps=4)
+
+
+def larger_model(name: str) -> LanguageModel:
+    """Enough work for a second thread to take part everywhere."""
+    blocks = {
+        "mamba1": Mamba1Config(d_model=256),
+        "mamba2": Mamba2Config(d_model=256, state_rank=64, per_head_dim=32),
+        "mamba3": Mamba3Config(d_model=256, state_rank=64, per_head_dim=32),
+    }
+    return make_model(blocks[name], d_intermediate=256)
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])
+def test_threads_and_repeats_change_nothing(name, bits):
+    model = larger_model(name) if bits == 32 else quantize(larger_model(name), bits)
+    check_steps(model, rows=2, steps=2)
+    with torch.no_grad():
+        _, cache = model(torch.ones(2, 1, dtype=torch.int64))
+
+    def run() -> list[Tensor]:
+        decoder = Decoder(model)
+        decoder.load(cache)
+        return [decoder.step(torch.tensor([3, t])) for t in range(3)] + tensors_of(decoder.cache())
+
+    want = run()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("isa", ["plain", "avx2"])
+def test_every_instruction_set(isa):
+    if isa not in library().usable or library().instruction_set == isa:
+        pytest.skip(f"this machine has no {isa}, or this is it")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += ["-k", "every_block or odd_sizes or threads"]
+    environment = {**os.environ, "MAMBAKIT_ISA": isa, "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "mamba3-mimo"])
+def test_generation_is_the_same(name, bits):
+    model = make_model(CONFIGS[name], bits=bits)
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    for options in ({"temperature": 0}, {"seed": 3}, {"seed": 1, "stop": [7, 8, [9, 9]]}):
+        runs = {b: stream(model, prompts, max_new_tokens=50, backend=b, **options) for b in ("auto", "torch", "cpu")}
+        tokens = {b: torch.stack(list(run), 1) for b, run in runs.items()}
+        assert torch.equal(tokens["auto"], tokens["torch"])
+        assert torch.equal(tokens["auto"], tokens["cpu"])
+        assert apart(runs["auto"].cache, runs["torch"].cache, model) < 1e-4
+        more = [generate(model, [[3]] * 3, max_new_tokens=5, cache=run.cache, temperature=0) for run in runs.values()]
+        assert torch.equal(more[0], more[1])
+
+
+def test_weights_are_read_anew_by_every_generation():
+    model = make_model(CONFIGS["mamba1"])
+    first = generate(model, [1, 2], max_new_tokens=20, temperature=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.5 * torch.randn_like(parameter)
+    again = generate(model, [1, 2], max_new_tokens=20, temperature=0)
+    assert not torch.equal(again, first)
+    assert torch.equal(again, generate(model, [1, 2], max_new_tokens=20, temperature=0, backend="torch"))
+
+
+def test_memory_outlives_the_parameter():
+    model = make_model(CONFIGS["mamba2"])
+    decoder = Decoder(model)
+    decoder.load(model.fresh_cache(1))
+    want = decoder.step(torch.tensor([1]))
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, float("nan"))
+    decoder.load(decoder.cache())
+    assert decoder.step(torch.tensor([1])).isfinite().all()
+    assert want.isfinite().all()
+
+
+def with_hook(model: LanguageModel) -> LanguageModel:
+    model.backbone.layers[1].mixer.in_proj.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
+    return model
+
+
+def with_plain_linear(model: LanguageModel) -> LanguageModel:
+    model.lm_head = nn.Linear(8, 56, bias=False)  # type: ignore[assignment]
+    return model
+
+
+def with_step(model: LanguageModel) -> LanguageModel:
+    model.step = model.step  # type: ignore[method-assign]
+    return model
+
+
+class Other(LanguageModel):
+    pass
+
+
+BLOCK = CONFIGS["mamba2"]
+REFUSED = {
+    "has hooks": lambda: with_hook(make_model(BLOCK)),
+    "lm_head is a Linear": lambda: with_plain_linear(make_model(BLOCK)),
+    "method replaced": lambda: with_step(make_model(BLOCK)),
+    "it is a Other": lambda: Other(ModelConfig(block=BLOCK, n_layer=1, vocab_size=9)),
+    "MultiGate": lambda: make_model(BLOCK, multi_gate=MultiGateConfig(n_streams=2)),
+    "leaves out a residual": lambda: make_model(BLOCK, ignore_first_residual=True),
+    "quaternions": lambda: make_model(CONFIGS["mamba3-quaternion"]),
+    "in_proj has weights of torch.float64": lambda: make_model(BLOCK, dtype=torch.float64),
+    "weights of torch.int8 in a form": lambda: quantize(make_model(BLOCK), 8).to(torch.bfloat16),
+    "in_proj has weights of torch.uint8": lambda: quantize(make_model(BLOCK), 4, group_size=8),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_refused(reason):
+    model = REFUSED[reason]()
+    assert reason in (why_not(model) or "")
+    assert isinstance(make_decoder(model, "auto", 1), StepByStep)
+    with pytest.raises(ValueError, match=r'cannot be decoded in one call \(backend "cpu"\)'):
+        generate(model, [1], max_new_tokens=1, backend="cpu")
+    if not isinstance(model, Other):
+        generate(model, [1], max_new_tokens=3)
+
+
+def test_backends_by_name():
+    model = make_model(BLOCK)
+    assert isinstance(make_decoder(model, "auto", 16), Decoder)
+    assert isinstance(make_decoder(model, "cpu", 17), Decoder)
+    assert isinstance(make_decoder(model, "auto", 17), StepByStep)
+    assert isinstance(make_decoder(model, "torch", 1), StepByStep)
+    with pytest.raises(ValueError, match="backend 'gpu' is unknown"):
+        generate(model, [1], max_new_tokens=1, backend="gpu")
+
+
+def test_calls_that_do_not_fit():
+    model = make_model(BLOCK)
+    decoder = Decoder(model)
+    with pytest.raises(ValueError, match="cache of 0 rows"):
+        decoder.step(torch.tensor([1]))
+    cache = model.fresh_cache(2)
+    with pytest.raises(ValueError, match="cache is of 1 layers"):
+        decoder.load(cache[:1])
+    with pytest.raises(ValueError, match=r"cache\.ssm_bhpr"):
+        decoder.load([c._replace(ssm_bhpr=c.ssm_bhpr.double()) for c in cache])
+    decoder.load(cache)
+    for bad in (torch.tensor([1]), torch.tensor([1, 2, 3])):
+        with pytest.raises(ValueError, match="2 rows"):
+            decoder.step(bad)
+    for bad in (torch.tensor([1, 56]), torch.tensor([-1, 1])):
+        with pytest.raises(ValueError, match="outside 0 to 55"):
+            decoder.step(bad)
+    with pytest.raises(ValueError, match="expected int64"):
+        decoder.step(torch.tensor([1, 2], dtype=torch.int32))
