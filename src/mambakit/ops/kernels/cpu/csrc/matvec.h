@@ -15,11 +15,24 @@ struct Results {
     bool add;
 };
 
-// Up to 8 rows of x; those beyond `count` repeat the last one, and their results are dropped.
+// Up to 4 rows of x; those beyond `count` repeat the last one, and their results are dropped.
 struct Inputs {
-    const float* row[8];
+    const float* row[4];
     int64_t count;
 };
+
+// Asks for memory in its own order, in which it is fastest: `lines` cache lines for each R that are multiplied.
+struct Ahead {
+    const void* from;
+    int64_t byte, lines;
+    __attribute__((always_inline)) void ask() {
+        for (int64_t i = 0; i < lines; i++) prefetch(from, byte + 64 * i);
+        byte += 64 * lines;
+    }
+};
+
+// Bytes between what is multiplied and what is asked for from memory.
+constexpr int64_t AHEAD = 8192;
 
 template <int R, int B>
 struct Sums {
@@ -35,15 +48,14 @@ MK_INLINE void add_products(Sums<R, B>& sums, vf (&x)[B], const GetWeights& weig
 }
 
 template <class Weights, int R, int B>
-MK_INLINE void dot_rows(const Matrix& m, int64_t row, const Inputs& x, Sums<R, B>& sums) {
+MK_INLINE void dot_rows(const Matrix& m, int64_t row, const Inputs& x, Ahead& ahead, Sums<R, B>& sums) {
     constexpr int64_t LINE = 64 / Weights::BYTES;
     const int64_t k = m.columns, pitch = k * Weights::BYTES;
     const char* at = (const char*)m.weight + row * pitch;
     vf part[B];
     int64_t i = 0;
     for (; i + LINE <= k; i += LINE) {
-        // The next R rows: far enough ahead of their use, and in the order in which memory holds them.
-        for (int r = 0; r < R; r++) prefetch(at, (R + r) * pitch + i * Weights::BYTES);
+        ahead.ask();
 #pragma GCC unroll 16
         for (int64_t j = i; j < i + LINE; j += W) {
             for (int b = 0; b < B; b++) part[b] = load(x.row[b] + j);
@@ -82,25 +94,24 @@ MK_INLINE void dot_group_nf4(
 }
 
 template <int R, int B>
-MK_INLINE void dot_rows_nf4(const Matrix& m, int64_t row, const Inputs& x, Sums<R, B>& sums) {
+MK_INLINE void dot_rows_nf4(const Matrix& m, int64_t row, const Inputs& x, Ahead& ahead, Sums<R, B>& sums) {
     const int64_t half = m.group / 2, groups = (m.columns + m.group - 1) / m.group, pitch = groups * half;
     const uint8_t* at = (const uint8_t*)m.weight + row * pitch;
     float* scales = scratch<60>(R * groups);
     widen((const uint16_t*)m.scales + row * groups, scales, R * groups);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t byte = g * half;
-        if (half >= 64 || byte % 64 == 0)
-            for (int r = 0; r < R; r++) prefetch(at, (R + r) * pitch + byte);
+        if (half >= 64 || byte % 64 == 0) ahead.ask();
         if (half == 16) dot_group_nf4<R, B, 16>(at + byte, pitch, half, scales + g, groups, x, g * m.group, sums);
         else dot_group_nf4<R, B, 0>(at + byte, pitch, half, scales + g, groups, x, g * m.group, sums);
     }
 }
 
 template <class Weights, int R, int B>
-MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, const Results& to) {
+MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahead& ahead, const Results& to) {
     Sums<R, B> sums = {};
-    if constexpr (__is_same(Weights, Nf4Weights)) dot_rows_nf4<R, B>(m, row, x, sums);
-    else dot_rows<Weights, R, B>(m, row, x, sums);
+    if constexpr (__is_same(Weights, Nf4Weights)) dot_rows_nf4<R, B>(m, row, x, ahead, sums);
+    else dot_rows<Weights, R, B>(m, row, x, ahead, sums);
     for (int r = 0; r < R; r++) {
         const float scale = m.format == INT8 ? ((const float*)m.scales)[row + r] : 1.0f;
         const float bias = m.bias ? m.bias[row + r] : 0.0f;
@@ -113,37 +124,35 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, con
     }
 }
 
+// Rows [begin, end); `ahead.lines` is how many passes share the asking.
 template <class Weights, int R, int B>
 static __attribute__((noinline)) void multiply_rows(
-    const Matrix& m, int64_t begin, int64_t end, const Inputs& x, const Results& to) {
+    const Matrix& m, int64_t begin, int64_t end, const Inputs& x, Ahead ahead, const Results& to) {
+    ahead.lines = (R + ahead.lines - 1) / ahead.lines;
     int64_t row = begin;
-    for (; row + R <= end; row += R) multiply_block<Weights, R, B>(m, row, x, to);
-    for (; row < end; row++) multiply_block<Weights, 1, B>(m, row, x, to);
+    for (; row + R <= end; row += R) multiply_block<Weights, R, B>(m, row, x, ahead, to);
+    for (; row < end; row++) multiply_block<Weights, 1, B>(m, row, x, ahead, to);
 }
 
-template <class Weights>
-static void multiply_few(const Matrix& m, int64_t begin, int64_t end, const Inputs& x, const Results& to) {
-    // As many accumulators as registers hold beside the weights and inputs.
-    constexpr int N = W == 16 ? 16 : 8;
-    if (x.count == 1) multiply_rows<Weights, 8, 1>(m, begin, end, x, to);
-    else if (x.count == 2) multiply_rows<Weights, N / 2 < 4 ? N / 2 : 4, 2>(m, begin, end, x, to);
-    else if (x.count <= 4) multiply_rows<Weights, N / 4, 4>(m, begin, end, x, to);
-    else multiply_rows<Weights, N / 8, 8>(m, begin, end, x, to);
-}
-
+// Up to 4 rows of x go through the matrix together. More take several passes over pieces that stay in the cache, each
+// asking for its part of the next piece: all rows at once would leave no room for x in the cache closest by.
 template <class Weights>
 static void multiply_all(
     const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch, const Results& to) {
-    // More rows of x than accumulators: the matrix goes by in pieces that stay in the cache between the passes.
-    const int64_t piece = batch <= 8 ? end - begin : 32;
+    const int64_t passes = (batch + 3) / 4, piece = passes == 1 ? end - begin : 16, pitch = bytes_per_row(m);
     for (int64_t row = begin; row < end; row += piece) {
         const int64_t stop = row + piece < end ? row + piece : end;
-        for (int64_t first = 0; first < batch; first += 8) {
+        for (int64_t pass = 0; pass < passes; pass++) {
             Inputs inputs;
-            inputs.count = batch - first < 8 ? batch - first : 8;
-            for (int64_t b = 0; b < 8; b++)
-                inputs.row[b] = x + (first + (b < inputs.count ? b : inputs.count - 1)) * x_stride;
-            multiply_few<Weights>(m, row, stop, inputs, {to.y + first * to.stride, to.stride, to.add});
+            inputs.count = batch - 4 * pass < 4 ? batch - 4 * pass : 4;
+            for (int64_t b = 0; b < 4; b++)
+                inputs.row[b] = x + (4 * pass + (b < inputs.count ? b : inputs.count - 1)) * x_stride;
+            const int64_t next = passes == 1 ? AHEAD : (piece + pass * piece / passes) * pitch;
+            const Ahead ahead = {m.weight, row * pitch + next, passes};
+            const Results part = {to.y + 4 * pass * to.stride, to.stride, to.add};
+            if (inputs.count == 1) multiply_rows<Weights, 4, 1>(m, row, stop, inputs, ahead, part);
+            else if (inputs.count == 2) multiply_rows<Weights, 4, 2>(m, row, stop, inputs, ahead, part);
+            else multiply_rows<Weights, W == 16 ? 4 : 2, 4>(m, row, stop, inputs, ahead, part);
         }
     }
 }

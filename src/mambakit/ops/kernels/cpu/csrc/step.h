@@ -8,6 +8,8 @@ namespace MK_ISA {
 
 // Slots of `scratch` that the steps use; see threads.h.
 constexpr int STEP_ROW = 40, STEP_HEAD = 41, STEP_OUT = 42;
+// Floats between the state that is updated and what is asked for from memory.
+constexpr int64_t STATE_AHEAD = 2048;
 // Entries of the state below which a step stays in the calling thread.
 constexpr int64_t STEP_ALONE = 1 << 15;
 
@@ -79,6 +81,8 @@ MK_INLINE void pass_rows(const StatePass& s, int64_t row, int64_t reader) {
     vf total[READERS][ROWS] = {};
     for_vectors(s.r, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         vf state[ROWS];
+        if (WRITES)
+            for (int q = 0; q < ROWS; q++) prefetch(in, (STATE_AHEAD + q * s.r + i) * (int64_t)sizeof(float));
         for (int q = 0; q < ROWS; q++) state[q] = load_part(in + q * s.r + i, count);
         if (WRITES) {
             for (int q = 0; q < ROWS; q++) state[q] *= splat(s.decay);
