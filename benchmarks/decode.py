@@ -1,12 +1,14 @@
-"""Decoding and prefill of a 130M Mamba-2 model, beside transformers and beside the time it takes to read the weights.
+"""Decoding and prefill of a 130M model, beside transformers and beside the time it takes to read the weights.
 
-python -m benchmarks.decode                   1 and 2 threads, with the peer (about five minutes)
+python -m benchmarks.decode                   Mamba-2 on 1 and 2 threads, with the peer (about five minutes)
+python -m benchmarks.decode --family mamba1   another family; the peer knows Mamba-2 only
 python -m benchmarks.decode --quick           1 thread, few rounds
 python -m benchmarks.decode --quantization    the loss of small models on Python's own source, before and after
 
-"x read" is relative to reading the weights once at the bandwidth of a large sum, "x matvecs" to torch's products of all
-float32 projections with one token: the rest is ours. The peer gets our weights and its logits are compared. It needs
-the `bench` extra; without it, only ours is measured.
+"x weights" is relative to reading the weights once at the bandwidth of a loop that only reads, "x bytes" to reading the
+weights and reading and writing every row's state, "x matvecs" to torch's products of all float32 projections with one
+token. "torch" is our step in torch's operators (`backend="torch"`), "ours" that of "auto". The peer gets our weights
+and its logits are compared. It needs the `bench` extra; without it, only ours is measured.
 """
 
 import argparse
@@ -23,11 +25,17 @@ from torch import Tensor, nn
 
 from benchmarks.measure import interleaved, median, peak_bytes, progress, table, write_json
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig, quantize, stream
+from mambakit.ops.kernels.cpu.library import kernel, why_missing
 from mambakit.quantization import quantization_report, weight_bytes
 
 PROMPT = 2048
 BATCHES = (1, 8)
-CONFIG = ModelConfig(block=Mamba2Config(d_model=768), n_layer=24, vocab_size=50_288)
+BLOCKS = {
+    "mamba1": Mamba1Config(d_model=768),
+    "mamba2": Mamba2Config(d_model=768),
+    "mamba3": Mamba3Config(d_model=768),
+}
+VOCABULARY = 50_288
 SMALL = {
     "Mamba-1": Mamba1Config(d_model=128),
     "Mamba-2": Mamba2Config(d_model=128, state_rank=32, per_head_dim=32),
@@ -41,8 +49,22 @@ def bytes_per_token(model: LanguageModel) -> int:
     return weight_bytes(model) - (0 if tied else model.backbone.embedding.weight.nbytes)
 
 
-def our_step(model: LanguageModel, batch: int) -> Callable[[], Any]:
-    run = stream(model, torch.ones(batch, 8, dtype=torch.int64), max_new_tokens=1 << 30, temperature=0)
+def state_bytes(model: LanguageModel, batch: int) -> int:
+    """Of the states that a step reads and writes."""
+    return 2 * sum(t.nbytes for cache in model.fresh_cache(batch) for t in cache if isinstance(t, Tensor))
+
+
+def reader(memory: Tensor) -> Callable[[], Any]:
+    """Reads all of `memory` and does nothing else."""
+    if why_missing() is not None:
+        return memory.sum
+    result = torch.zeros(1)
+    return lambda: kernel("read", "pip")(memory.data_ptr(), memory.numel(), result.data_ptr())
+
+
+def our_step(model: LanguageModel, batch: int, backend: str) -> Callable[[], Any]:
+    ids = torch.ones(batch, 8, dtype=torch.int64)
+    run = stream(model, ids, max_new_tokens=1 << 30, temperature=0, backend=backend)
     return lambda: next(run)
 
 
@@ -114,14 +136,19 @@ def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list
     """Seconds of everything at this number of threads, the reading of memory measured in the same rounds."""
     torch.set_num_threads(threads)
     memory = torch.ones(160_000_000)
-    steps: dict[Any, Callable[[], Any]] = {("read", "640 MB", 0): memory.sum, ("matvecs", "torch", 1): matvecs(model)}
-    models = {"mambakit": model, "mambakit int8": quantize(model, 8), "mambakit int4": quantize(model, 4)}
+    steps: dict[Any, Callable[[], Any]] = {
+        ("read", "640 MB", 0): reader(memory),
+        ("matvecs", "torch", 1): matvecs(model),
+    }
+    models = {"ours": model, "ours bfloat16": quantize(model, 16)}
+    models |= {"ours int8": quantize(model, 8), "ours int4": quantize(model, 4)}
     for batch in BATCHES:
-        steps |= {("decode", name, batch): our_step(one, batch) for name, one in models.items()}
+        steps |= {("decode", name, batch): our_step(one, batch, "auto") for name, one in models.items()}
+        steps["decode", "torch", batch] = our_step(model, batch, "torch")
         if peer is not None:
             steps["decode", "transformers", batch] = peer_step(peer, batch)
-    ids = torch.randint(CONFIG.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-    prefills: dict[Any, Callable[[], Any]] = {("prefill", "mambakit", 1): our_prefill(model, ids)}
+    ids = torch.randint(VOCABULARY, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    prefills: dict[Any, Callable[[], Any]] = {("prefill", "ours", 1): our_prefill(model, ids)}
     if peer is not None:
         prefills["prefill", "transformers", 1] = peer_prefill(peer, ids)
     times = {**interleaved(steps, repeats), **interleaved(prefills, 2)}
@@ -136,7 +163,8 @@ def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list
             "ms": 1e3 * median(seconds),
             "times": len(seconds),
             "bandwidth_gb_s": bandwidth / 1e9,
-            "floor_ms": 1e3 * bytes_per_token(models.get(library, model)) / bandwidth,
+            "weights_ms": 1e3 * bytes_per_token(models.get(library, model)) / bandwidth,
+            "state_ms": 1e3 * state_bytes(model, batch) / bandwidth,
             "peak_bytes": peaks.get((what, library, batch)),
         }
         for (what, library, batch), seconds in times.items()
@@ -149,17 +177,19 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         line = [str(row["threads"]), row["what"], row["library"], str(row["batch"]), f"{row['ms']:.1f}"]
         if row["what"] == "prefill":
-            line += [f"{1e3 * PROMPT / row['ms']:.0f}", "", "", f"{row['peak_bytes'] / 1e6:.0f}"]
+            line += [f"{1e3 * PROMPT / row['ms']:.0f}", "", "", "", f"{row['peak_bytes'] / 1e6:.0f}"]
         else:
-            floors = [f"{row['ms'] / row['floor_ms']:.2f}", f"{row['ms'] / matvecs[row['threads']]:.2f}"]
+            floors = (row["weights_ms"], row["weights_ms"] + row["state_ms"], matvecs[row["threads"]])
+            floors = [f"{row['ms'] / floor:.2f}" for floor in floors]
             line += [f"{1e3 * row['batch'] / row['ms']:.1f}", *floors, ""]
         lines.append(line)
-    print(table(["threads", "what", "library", "batch", "ms", "tokens/s", "x read", "x matvecs", "peak MB"], lines))
+    heads = ["threads", "what", "library", "batch", "ms", "tokens/s", "x weights", "x bytes", "x matvecs", "peak MB"]
+    print(table(heads, lines))
     for threads, ms in matvecs.items():
-        row = next(row for row in rows if row["threads"] == threads and row["library"] == "mambakit")
+        row = next(row for row in rows if row["threads"] == threads and row["library"] == "ours")
         print(
             f"{threads} threads: memory is read at {row['bandwidth_gb_s']:.1f} GB/s, the float32 weights in "
-            f"{row['floor_ms']:.1f} ms; torch's products of all projections take {ms:.1f} ms"
+            f"{row['weights_ms']:.1f} ms; torch's products of all projections take {ms:.1f} ms"
         )
 
 
@@ -200,7 +230,7 @@ def compare_losses(seconds: float) -> list[dict[str, Any]]:
         torch.manual_seed(0)
         model = LanguageModel(ModelConfig(block=block, n_layer=4, vocab_size=256))
         steps = train(model, text, seconds)
-        for bits in (8, 4):
+        for bits in (16, 8, 4):
             report = quantization_report(model, quantize(model, bits), held)
             rows.append({"family": family, "bits": bits, "steps": steps, **report})
     return rows
@@ -225,6 +255,7 @@ def show_losses(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one thread, three rounds")
+    parser.add_argument("--family", choices=BLOCKS, default="mamba2")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure at")
     parser.add_argument("--repeats", type=int, default=9, help="interleaved rounds (median)")
     parser.add_argument("--quantization", action="store_true", help="losses instead of times")
@@ -237,13 +268,15 @@ def main() -> None:
         print(f"\nwritten to {write_json('quantization', {'rows': rows}).name}")
         return
     torch.manual_seed(0)
-    model = LanguageModel(CONFIG)
-    peer = make_peer(model) if importlib.util.find_spec("transformers") else None
+    config = ModelConfig(block=BLOCKS[arguments.family], n_layer=24, vocab_size=VOCABULARY)
+    model = LanguageModel(config)
+    has_peer = arguments.family == "mamba2" and importlib.util.find_spec("transformers") is not None
+    peer = make_peer(model) if has_peer else None
     threads, repeats = ([1], 3) if arguments.quick else (arguments.threads, arguments.repeats)
     rows = [row for count in threads for row in measure(count, repeats, model, peer)]
-    print(f"\nfloat32 Mamba-2, {weight_bytes(model) / 1e6:.0f} MB of weights; prefill of {PROMPT} tokens\n")
+    print(f"\nfloat32 {arguments.family}, {weight_bytes(model) / 1e6:.0f} MB of weights; prefill of {PROMPT} tokens\n")
     show(rows)
-    print(f"\nwritten to {write_json('decode', {'config': CONFIG.to_dict(), 'rows': rows}).name}")
+    print(f"\nwritten to {write_json('decode', {'config': config.to_dict(), 'rows': rows}).name}")
 
 
 if __name__ == "__main__":

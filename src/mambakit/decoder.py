@@ -88,7 +88,8 @@ class Decoder:
             head=head,
         )
         self._caches: list[Any] = []
-        self._shapes = [backbone.layers[real].mixer.cache_shapes for real in backbone.order]  # type: ignore[union-attr]
+        blocks: list[Any] = [backbone.layers[real].mixer for real in backbone.order]
+        self._shapes = [block.cache_shapes for block in blocks]
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
