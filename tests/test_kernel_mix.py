@@ -13,8 +13,10 @@ from torch import Tensor
 from compare import check
 from mambakit.ops.causal_conv import causal_conv_in_parts
 from mambakit.ops.kernels.cpu import causal_conv as conv_kernels
+from mambakit.ops.kernels.cpu import mamba3_prepare as prepare_kernels
 from mambakit.ops.kernels.cpu import norm as norm_kernels
 from mambakit.ops.kernels.cpu.library import library, why_missing
+from mambakit.ops.mamba3_prepare import mamba3_prepare
 from mambakit.ops.norm import finish, rms_norm
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=f"no kernels: {why_missing()}")
@@ -115,7 +117,43 @@ def norm_case() -> Case:
     return run, given(x=in_a_wider_row(torch.randn(shape)), weight=sometimes(0.7, torch.randn(shape[-1])))
 
 
-CASES = {"conv": conv_case, "finish": finish_case, "norm": norm_case}
+def prepare_case() -> Case:
+    b, s, m, g = (
+        random.randint(1, 3),
+        random.choice([0, 1, 2, 40, 64, 65, 150]),
+        random.choice([1, 1, 4]),
+        random.randint(1, 2),
+    )
+    h, r = g * random.randint(1, 3), 2 * random.choice([1, 2, 3, 8, 9, 16, 25, 64])
+    a = random.choice([0, r // 4, r // 2, random.randint(0, r // 2)])
+    options = {
+        "eps": random.choice([1e-5, 0.03]),
+        "rotation_range": random.choice([1.0, 2.0]),
+        "pairing": random.choice(["interleaved", "half"]),
+        "segments_bs": sometimes(0.5, some_segments(b, s)),
+    }
+
+    def run(backend: str, b, c, b_weight, c_weight, b_bias, c_bias, rot, dt, angle=None) -> list[Tensor]:
+        turned_b, turned_c, last = mamba3_prepare(
+            b, c, b_weight, c_weight, b_bias, c_bias, rot, dt, angle, **options, backend=backend
+        )
+        # Angles are defined up to whole turns.
+        return [turned_b, turned_c, last.cos(), last.sin()]
+
+    return run, given(
+        b=in_a_wider_row(torch.randn(b, s, m * g * r)).unflatten(-1, (m, g, r)),
+        c=in_a_wider_row(torch.randn(b, s, m * g * r)).unflatten(-1, (m, g, r)),
+        b_weight=torch.randn(r),
+        c_weight=torch.randn(r),
+        b_bias=torch.randn(h, m, r),
+        c_bias=torch.randn(h, m, r),
+        rot=in_a_wider_row(torch.randn(b, s, a)),
+        dt=torch.rand(b, s, h),
+        angle=sometimes(0.7, 3 * torch.randn(b, h, a)),
+    )
+
+
+CASES = {"prepare": prepare_case, "conv": conv_case, "finish": finish_case, "norm": norm_case}
 
 
 def results(case: Case, backend: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -183,6 +221,13 @@ def op_inputs() -> dict[str, tuple]:
             norm_kernels.finish_cpu,
             (leaf(6, 1, 8), leaf(6, 8), leaf(8), leaf(6, 8), None, None, None, leaf(8), 4, 1, 1e-5),
         ),
+        "prepare": (
+            prepare_kernels.mamba3_prepare_cpu,
+            (
+                *(leaf(2, 5, 3, 1, 8), leaf(2, 5, 3, 1, 8), leaf(8), leaf(8), leaf(2, 3, 8), leaf(2, 3, 8)),
+                *(leaf(2, 5, 2), leaf(2, 5, 2), leaf(2, 2, 2), segments_bs, 1e-5, 1.0, True),
+            ),
+        ),
         "finish ranks": (
             norm_kernels.finish_cpu,
             (leaf(6, 3, 8), leaf(6, 8), leaf(8), leaf(6, 8), leaf(3, 8), leaf(3, 8), leaf(3, 8), None, 8, 0, 1e-5),
@@ -190,7 +235,7 @@ def op_inputs() -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("name", ["conv", "conv packed", "finish", "finish ranks"])
+@pytest.mark.parametrize("name", ["conv", "conv packed", "finish", "finish ranks", "prepare"])
 def test_operators_are_what_torch_expects(name):
     operator, inputs = op_inputs()[name]
     torch.library.opcheck(operator, inputs)

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import fused_step, rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.fixed_point import response
-from mambakit.blocks.layers import Linear, RMSNorm, init_dt_bias, last_token, mark
+from mambakit.blocks.layers import Linear, RMSNorm, around_scan, init_dt_bias, is_plain, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus
+from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
+from mambakit.ops.norm import finish
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
 from mambakit.ops.rotation import rotate_all, running_angle
 from mambakit.ops.ssd import learned_start
@@ -139,12 +140,12 @@ class Mamba3Cache(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What the projection of a sequence yields, before rotation."""
+    """What the projection of a sequence yields, B and C as they are before norm, bias and rotation."""
 
     z_bshp: Tensor
     x_bshp: Tensor
-    b_bsmhr: Tensor
-    c_bsmhr: Tensor
+    b_bsmgr: Tensor
+    c_bsmgr: Tensor
     dt_bsh: Tensor
     da_bsh: Tensor
     lambda_bsh: Tensor
@@ -245,11 +246,11 @@ class Mamba3(rows.Block[Mamba3Cache]):
         rows.check_input(self, x_bd[:, None])
         token = self.describe(self.in_proj(x_bd[:, None]), None)
         v_bsmhp = self.expand(token.x_bshp, "mimo_x")
-        wide_b, wide_c = (t.to(token.dt_bsh.dtype) for t in (token.b_bsmhr, token.c_bsmhr))
+        wide_b, wide_c = (t.to(token.dt_bsh.dtype) for t in self.per_head(token))
         answer_bsmhr = response(self.config, wide_b, token.dt_bsh, token.da_bsh, token.lambda_bsh, token.rot_bsR)
         read_bsmjh = torch.einsum("bsmhr,bsjhr->bsmjh", wide_c, answer_bsmhr)
         y_bsmhp = torch.einsum("bsmjh,bsjhp->bsmhp", read_bsmjh, v_bsmhp.to(wide_b.dtype)).to(v_bsmhp.dtype)
-        return self.finish(y_bsmhp, v_bsmhp, token.z_bshp)[:, 0]
+        return self.finish(y_bsmhp, token, "torch")[:, 0]
 
     def run(
         self,
@@ -263,7 +264,9 @@ class Mamba3(rows.Block[Mamba3Cache]):
         if fused := fused_step.mamba3(self, projected_bsX, cache, path, segments_bs, lengths_b):
             return fused
         token = self.describe(projected_bsX, lengths_b)
-        b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs)
+        path = SsdPath.of(path)
+        backend = around_scan(path)
+        b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs, backend)
         v_bsmhp = self.expand(token.x_bshp, "mimo_x")
         y_bsmhp, state_bhpr = trapezoid(
             v_bsmhp,
@@ -289,11 +292,12 @@ class Mamba3(rows.Block[Mamba3Cache]):
             rotation,
             cache.pathway,
         )
-        return self.finish(y_bsmhp, v_bsmhp, token.z_bshp), cache
+        return self.finish(y_bsmhp, token, backend), cache
 
     def describe(self, projected_bsX: Tensor, lengths_b: Tensor | None) -> Token:
-        """All a token says about itself: values, gate, B and C per head with norm and bias, coefficients."""
+        """All a token says about itself: values, gate, B and C, coefficients."""
         config = self.config
+        lines = (config.ranks, config.ngroups, config.state_rank)
         z_bsi, x_bsi, b_bsG, c_bsG, dt_bsh, a_bsh, trap_bsh, rot_bsR = projected_bsX.split(self.projected, -1)
         heads = (config.nheads, config.per_head_dim)
         dt_bsh = softplus(dt_bsh + self.dt_bias).clamp(*config.dt_limit)
@@ -303,39 +307,57 @@ class Mamba3(rows.Block[Mamba3Cache]):
         return Token(
             z_bshp=z_bsi.unflatten(-1, heads),
             x_bshp=x_bsi.unflatten(-1, heads),
-            b_bsmhr=self.per_head(b_bsG, self.B_norm, self.B_bias),
-            c_bsmhr=self.per_head(c_bsG, self.C_norm, self.C_bias),
+            b_bsmgr=b_bsG.unflatten(-1, lines),
+            c_bsmgr=c_bsG.unflatten(-1, lines),
             dt_bsh=dt_bsh,
             da_bsh=-dt_bsh * decay_bsh,
             lambda_bsh=torch.sigmoid(trap_bsh.to(dt_bsh.dtype)),
             rot_bsR=rot_bsR,
         )
 
-    def per_head(self, x_bsG: Tensor, norm: nn.Module, bias_hmr: Tensor) -> Tensor:
-        config = self.config
-        x_bsmgr = norm(x_bsG.unflatten(-1, (config.ranks, config.ngroups, config.state_rank)))
-        bias_mgqr = bias_hmr.transpose(0, 1).unflatten(1, (config.ngroups, -1))
-        return (x_bsmgr[..., None, :] + bias_mgqr).flatten(3, 4)
+    def per_head(self, token: Token) -> tuple[Tensor, Tensor]:
+        """B and C with norm and bias."""
+        b_bsmhr = add_bias(self.B_norm(token.b_bsmgr), self.B_bias)
+        return b_bsmhr, add_bias(self.C_norm(token.c_bsmgr), self.C_bias)
 
-    def rotate(self, token: Token, carried: Tensor, segments_bs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """B and C turned by the rotation accumulated up to each token, in the dtype of x, and the last rotation."""
+    def rotate(
+        self, token: Token, carried: Tensor, segments_bs: Tensor | None, backend: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """B and C with norm and bias, turned by the rotation up to each token, in the dtype of x; the last rotation."""
         config, dtype = self.config, token.x_bshp.dtype
-        b_bsmhr, c_bsmhr = token.b_bsmhr, token.c_bsmhr
+        if config.rotation == "complex" and is_plain(self.B_norm, RMSNorm) and is_plain(self.C_norm, RMSNorm):
+            # Without rotation the one angle that is kept turns nothing.
+            angles = config.rope_dim // 2
+            b_bsmhr, c_bsmhr, last = mamba3_prepare(
+                token.b_bsmgr,
+                token.c_bsmgr,
+                self.B_norm.weight,
+                self.C_norm.weight,
+                self.B_bias,
+                self.C_bias,
+                token.rot_bsR[..., :angles],
+                token.dt_bsh,
+                carried[..., :angles],
+                eps=config.norm_eps,
+                rotation_range=config.rotation_range,
+                pairing=config.pairing,
+                segments_bs=segments_bs,
+                backend=backend,
+            )
+            return b_bsmhr, c_bsmhr, last if angles else self.no_rotation(len(b_bsmhr))
+        b_bsmhr, c_bsmhr = self.per_head(token)
         if config.rope_dim == 0:
             return b_bsmhr.to(dtype), c_bsmhr.to(dtype), self.no_rotation(len(b_bsmhr))
         if config.rotation == "quaternion":
             rot_bshj3 = token.rot_bsR.unflatten(-1, (*config.rotation_shape[:2], 3))
             q_bshj4 = unit_quaternion(rot_bshj3, token.dt_bsh, config.rotation_range)
             total_bshj4, last = running_quaternion(q_bshj4, carried, segments_bs=segments_bs)
-            return (
-                rotate_quaternion(b_bsmhr, total_bshj4).to(dtype),
-                rotate_quaternion(c_bsmhr, total_bshj4).to(dtype),
-                last,
+            b_bsmhr, c_bsmhr = (rotate_quaternion(t, total_bshj4) for t in (b_bsmhr, c_bsmhr))
+        else:
+            angle_bsha, last = running_angle(
+                token.rot_bsR, token.dt_bsh, config.rotation_range, carried, segments_bs=segments_bs
             )
-        angle_bsha, last = running_angle(
-            token.rot_bsR, token.dt_bsh, config.rotation_range, carried, segments_bs=segments_bs
-        )
-        b_bsmhr, c_bsmhr = rotate_all((b_bsmhr, c_bsmhr), angle_bsha, config.pairing)
+            b_bsmhr, c_bsmhr = rotate_all((b_bsmhr, c_bsmhr), angle_bsha, config.pairing)
         return b_bsmhr.to(dtype), c_bsmhr.to(dtype), last
 
     def expand(self, x_XXhp: Tensor, name: str) -> Tensor:
@@ -345,14 +367,28 @@ class Mamba3(rows.Block[Mamba3Cache]):
         weight_mhp = getattr(self, name).transpose(0, 1)
         return (x_XXhp[..., None, :, :] * weight_mhp).to(x_XXhp.dtype)
 
-    def finish(self, y_bsmhp: Tensor, v_bsmhp: Tensor, z_bshp: Tensor) -> Tensor:
+    def finish(self, y_bsmhp: Tensor, token: Token, backend: str) -> Tensor:
         """Skip, norm, gate, contraction of the ranks, output projection."""
-        y_bsmhp = (y_bsmhp + self.D[:, None] * v_bsmhp).to(v_bsmhp.dtype)
-        if self.config.is_outproj_norm:
-            y_bsmhp = self.norm(y_bsmhp.flatten(-2)).view_as(y_bsmhp)
-        y_bsmhp = y_bsmhp * F.silu(self.expand(z_bshp, "mimo_z"))
-        if self.config.is_mimo:
-            y_bshp = (y_bsmhp * self.mimo_o.transpose(0, 1)).sum(2).to(v_bsmhp.dtype)
-        else:
-            y_bshp = y_bsmhp[:, :, 0]
-        return self.out_proj(y_bshp.flatten(-2))
+        config = self.config
+        y_bsmi, x_bsi, z_bsi = (t.flatten(-2) for t in (y_bsmhp, token.x_bshp, token.z_bshp))
+        skip_i = self.D[:, None].expand(-1, config.per_head_dim).flatten()
+        names = ("mimo_x", "mimo_z", "mimo_o") if config.is_mimo else ()
+        mimo = {f"{name}_mi": getattr(self, name).transpose(0, 1).flatten(1) for name in names}
+        norm = self.norm if config.is_outproj_norm else None
+        if norm is not None and not is_plain(norm, RMSNorm):
+            v_bsmi = self.expand(token.x_bshp, "mimo_x").flatten(-2)
+            y_bsmi = norm((y_bsmi + skip_i * v_bsmi).to(v_bsmi.dtype))
+            norm, skip_i = None, torch.zeros_like(skip_i)
+        y_bsi = finish(
+            y_bsmi,
+            x_bsi,
+            skip_i,
+            z_bsi,
+            None if norm is None else norm.weight,
+            config.norm_eps,
+            group_size=config.per_head_dim,
+            norm_before_gate=True,
+            **mimo,
+            backend=backend,
+        )
+        return self.out_proj(y_bsi)

@@ -13,6 +13,8 @@
 
 #include "causal_conv.h"
 #include "elementwise.h"
+#include "rotation.h"
+#include "mamba3_prepare.h"
 #include "matvec.h"
 #include "norm.h"
 #include "ssd_backward.h"

@@ -83,6 +83,11 @@ struct Turns {
     bool starts(int64_t row, int64_t t) const {
         return segments && t > 0 && segments[row * length + t] != segments[row * length + t - 1];
     }
+    bool starts_within(int64_t row, int64_t from, int64_t to) const {
+        for (int64_t t = from; t < to; t++)
+            if (starts(row, t)) return true;
+        return false;
+    }
     void rates(int64_t row, int64_t t, double* rate) const {
         const float* from = rot + row * rot_batch + t * rot_token;
         for (int64_t a = 0; a < angles; a++) {
@@ -117,11 +122,10 @@ static void angles_before_blocks(const Turns& turns, double* entering, float* af
     });
     double* running = (double*)scratch<14>(2 * size);
     for (int64_t row = 0; row < turns.batch; row++) {
-        for (int64_t i = 0; i < size; i++) running[i] = turns.before ? turns.before[row * size + i] : 0.0;
+        for (int64_t i = 0; i < size; i++) running[i] = turns.before ? wrapped(turns.before[row * size + i]) : 0.0;
         for (int64_t block = 0; block < blocks; block++) {
             double* angle = entering + (row * blocks + block) * size;
-            bool fresh = false;
-            for (int64_t t = turns.first(block); t < turns.last(block); t++) fresh |= turns.starts(row, t);
+            bool fresh = turns.starts_within(row, turns.first(block), turns.last(block));
             for (int64_t i = 0; i < size; i++) {
                 double own = angle[i];
                 angle[i] = running[i];
@@ -132,38 +136,106 @@ static void angles_before_blocks(const Turns& turns, double* entering, float* af
     }
 }
 
+// Gradients of rates and steps from those of the angles, d_theta: a token's turn reaches every later token of its segment.
+// `sums` has room for [batch, blocks, heads, angles]; d_after may be null.
+static void angles_backward(const Turns& turns, double* sums, const float* d_theta, const float* d_after, float* d_rot,
+                            float* d_dt, float* d_before) {
+    int64_t blocks = turns.blocks(), size = turns.size();
+    // What the tokens of a block that go on with the one before it pass on to it.
+    parallel(turns.batch * blocks, [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; task++) {
+            int64_t row = task / blocks, first = turns.first(task % blocks);
+            double* sum = sums + task * size;
+            memset(sum, 0, size * sizeof(double));
+            for (int64_t t = first; t < turns.last(task % blocks) && (t == first || !turns.starts(row, t)); t++)
+                for (int64_t i = 0; i < size; i++) sum[i] += d_theta[(row * turns.length + t) * size + i];
+        }
+    });
+    // Then what reaches each block from behind.
+    double* running = (double*)scratch<14>(2 * size);
+    for (int64_t row = 0; row < turns.batch; row++) {
+        for (int64_t i = 0; i < size; i++) running[i] = d_after ? d_after[row * size + i] : 0.0;
+        for (int64_t block = blocks - 1; block >= 0; block--) {
+            int64_t first = turns.first(block);
+            double* sum = sums + (row * blocks + block) * size;
+            bool broken = turns.starts_within(row, first + 1, turns.last(block)), ends = turns.starts(row, first);
+            for (int64_t i = 0; i < size; i++) {
+                double own = sum[i];
+                sum[i] = running[i];
+                running[i] = ends ? 0.0 : broken ? own : own + running[i];
+            }
+        }
+        for (int64_t i = 0; i < size; i++) d_before[row * size + i] = (float)running[i];
+    }
+    parallel(turns.batch * blocks, [&](int64_t begin, int64_t end) {
+        double* rate = (double*)scratch<14>(4 * turns.angles);
+        double* d_rate = rate + turns.angles;
+        for (int64_t task = begin; task < end; task++) {
+            int64_t row = task / blocks;
+            double* reaching = sums + task * size;
+            for (int64_t t = turns.last(task % blocks) - 1; t >= turns.first(task % blocks); t--) {
+                int64_t token = row * turns.length + t;
+                turns.rates(row, t, rate);
+                memset(d_rate, 0, turns.angles * sizeof(double));
+                for (int64_t h = 0; h < turns.heads; h++) {
+                    double d_step = 0, step = turns.dt[token * turns.heads + h];
+                    double* d_angle = reaching + h * turns.angles;
+                    const float* d_own = d_theta + token * size + h * turns.angles;
+                    for (int64_t a = 0; a < turns.angles; a++) {
+                        d_angle[a] += d_own[a];
+                        d_step += d_angle[a] * rate[a];
+                        d_rate[a] += d_angle[a] * step;
+                    }
+                    d_dt[token * turns.heads + h] = (float)d_step;
+                }
+                // The slope of range tanh is range - rate^2 / range.
+                for (int64_t a = 0; a < turns.angles; a++)
+                    d_rot[token * turns.angles + a] = (float)(d_rate[a] * (turns.range - rate[a] * rate[a] / turns.range));
+                if (turns.starts(row, t)) memset(reaching, 0, size * sizeof(double));
+            }
+        }
+    });
+}
+
 typedef uint64_t vl __attribute__((vector_size(4 * MK_WIDTH)));
 typedef uint32_t vu_half __attribute__((vector_size(2 * MK_WIDTH)));
 
 // (x1, x0, x3, x2, ...)
 MK_INLINE vf swap_neighbours(vf x) { return (vf)(((vl)x << 32) | ((vl)x >> 32)); }
 
-// Sines and cosines of one head's angles as the state's entries need them, zero turn where nothing turns.
+// Each of the W / 2 floats from x on twice in a row, the bits of `flip` changed in the first of the two.
+MK_INLINE vf doubled(const float* x, uint32_t flip) {
+    vu_half lower;
+    memcpy(&lower, x, sizeof lower);
+    vl wide = __builtin_convertvector(lower, vl);
+    return (vf)((wide | (wide << 32)) ^ (flip - vl{}));
+}
+
+// Factors of one head's turn, by entry of the state: cosine for itself, sine for its partner, negative for the first of
+// a pair. What does not turn has none.
 struct Turn {
-    float *cosine, *sine;  // [state]: each entry's own factor, and its partner's
-    float* angle;          // [angles], scratch
+    float *cosine, *sine;  // [state], with room for two more vectors
+    float* angle;          // [angles]
 
     void of(const double* angles, int64_t count, bool neighbours, int64_t state) {
-        for (int64_t a = 0; a < count; a++) angle[a] = (float)wrapped(angles[a]);
-        float signs[2] = {-1.0f, 1.0f};
+        for (int64_t a = 0; a < count; a++) angle[a] = (float)angles[a];
         each_vector(count, MK_BODY(int64_t a, int64_t lanes) {
             vf s, c;
             vsincos(load_part(angle + a, lanes), s, c);
-            if (!neighbours) {
+            if (neighbours) {
+                float cosines[MK_WIDTH], sines[MK_WIDTH];
+                store(cosines, c);
+                store(sines, s);
+                for (int64_t part = 0; part < 2; part++) {
+                    store(cosine + 2 * a + part * W, doubled(cosines + part * W / 2, 0));
+                    store(sine + 2 * a + part * W, doubled(sines + part * W / 2, 0x80000000u));
+                }
+            } else {
                 store_part(cosine + a, c, lanes);
                 store_part(cosine + state / 2 + a, c, lanes);
                 store_part(sine + a, -s, lanes);
                 store_part(sine + state / 2 + a, s, lanes);
-                return;
             }
-            float cs[MK_WIDTH], sn[MK_WIDTH];
-            store(cs, c);
-            store(sn, s);
-            for (int64_t i = 0; i < lanes; i++)
-                for (int64_t side = 0; side < 2; side++) {
-                    cosine[2 * (a + i) + side] = cs[i];
-                    sine[2 * (a + i) + side] = signs[side] * sn[i];
-                }
         });
     }
 };

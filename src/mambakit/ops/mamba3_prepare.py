@@ -1,0 +1,68 @@
+"""Mamba-3's write and read vectors from what a token projects: norm, bias per head, rotation."""
+
+from torch import Tensor
+
+from mambakit.ops.backend import use_kernels
+from mambakit.ops.kernels.cpu import mamba3_prepare as kernels
+from mambakit.ops.norm import rms_norm
+from mambakit.ops.rotation import check_pairing, rotate_all, running_angle
+from mambakit.ops.shapes import bind, check_floats, check_segments
+
+
+def mamba3_prepare(
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    b_weight_r: Tensor,
+    c_weight_r: Tensor,
+    b_bias_hmr: Tensor,
+    c_bias_hmr: Tensor,
+    rot_bsa: Tensor,
+    dt_bsh: Tensor,
+    angle_bha: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    rotation_range: float = 1.0,
+    pairing: str = "interleaved",
+    segments_bs: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """B and C per head, `rotate(rms_norm(b) + bias)` by `running_angle`, and the angle after the last token.
+
+    Returns `b_bsmhr` and `c_bsmhr` in the dtype of `b`. Head `i` belongs to group `i // (h / g)`.
+    """
+    named = {
+        "b_weight_r": b_weight_r,
+        "c_weight_r": c_weight_r,
+        "b_bias_hmr": b_bias_hmr,
+        "c_bias_hmr": c_bias_hmr,
+        "dt_bsh": dt_bsh,
+        "angle_bha": angle_bha,
+    }
+    data = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bsa": rot_bsa}
+    size = bind(**data, **named, segments_bs=segments_bs)
+    check_floats(data, named)
+    check_pairing(pairing, size.a, size.r)
+    if size.g == 0 or size.h % size.g:
+        raise ValueError(f"axis 'h' is {size.h} in dt_bsh, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
+    tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh, angle_bha)
+    if use_kernels(backend, *tensors):
+        if segments_bs is not None:
+            check_segments(segments_bs)
+        wide = (None if t is None else t.float() for t in tensors)
+        b_bsmhr, c_bsmhr, last_bha = kernels.mamba3_prepare_cpu(
+            *wide, segments_bs, eps, rotation_range, pairing == "interleaved"
+        )
+        return b_bsmhr.to(b_bsmgr.dtype), c_bsmhr.to(b_bsmgr.dtype), last_bha
+    angle_bsha, last_bha = running_angle(rot_bsa, dt_bsh, rotation_range, angle_bha, segments_bs=segments_bs)
+    normed = (
+        add_bias(rms_norm(x_bsmgr, weight_r, eps, backend="torch"), bias_hmr)
+        for x_bsmgr, weight_r, bias_hmr in ((b_bsmgr, b_weight_r, b_bias_hmr), (c_bsmgr, c_weight_r, c_bias_hmr))
+    )
+    b_bsmhr, c_bsmhr = rotate_all(tuple(normed), angle_bsha, pairing)
+    return b_bsmhr.to(b_bsmgr.dtype), c_bsmhr.to(b_bsmgr.dtype), last_bha
+
+
+def add_bias(x_bsmgr: Tensor, bias_hmr: Tensor) -> Tensor:
+    """`[b, s, m, g, r]` to one vector per head, each with its own bias."""
+    bias_mgqr = bias_hmr.transpose(0, 1).unflatten(1, (x_bsmgr.shape[3], -1))
+    return (x_bsmgr[..., None, :] + bias_mgqr).flatten(3, 4)
