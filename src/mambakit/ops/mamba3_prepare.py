@@ -38,7 +38,7 @@ def mamba3_prepare(
         "dt_bsh": dt_bsh,
         "angle_bha": angle_bha,
     }
-    data = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bsa": rot_bsa}
+    data: dict[str, Tensor | None] = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bsa": rot_bsa}
     size = bind(**data, **named, segments_bs=segments_bs)
     check_floats(data, named)
     check_pairing(pairing, size.a, size.r)

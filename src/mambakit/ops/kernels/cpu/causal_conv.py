@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.kernels.cpu.library import kernel, pointer
+from mambakit.ops.kernels.cpu.pages import empty
 
 # batch, length, width, taps; x and its strides; weight, bias; window and its stride; segments, lengths; silu.
 INPUTS = "iiii" + "pii" + "pp" + "pi" + "pp" + "i"
@@ -42,7 +43,7 @@ def convolve(
 ) -> list[Tensor]:
     (b, s, v), k = x_bsv.shape, weight_vk.shape[1]
     inputs = Inputs(x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b, silu)
-    parts = [x_bsv.new_empty(b, s, width) for width in widths]
+    parts = [empty(b, s, width) for width in widths]
     after_bvk = x_bsv.new_empty(b, v, k)
     start = 0
     for part in parts:
@@ -69,7 +70,7 @@ def causal_conv_backward_cpu(
     (b, s, v), k = x_bsv.shape, weight_vk.shape[1]
     inputs = Inputs(x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b, silu)
     d_after_bvk = contiguous(d_after_bvk)
-    d_x_bsv, d_weight_vk = x_bsv.new_empty(b, s, v), weight_vk.new_empty(v, k)
+    d_x_bsv, d_weight_vk = empty(b, s, v), weight_vk.new_empty(v, k)
     d_bias_v = None if bias_v is None else bias_v.new_empty(v)
     d_window_bvk = None if window_bvk is None else window_bvk.new_empty(b, v, k)
     start = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.kernels.cpu.library import kernel, pointer
+from mambakit.ops.kernels.cpu.pages import empty
 
 # Tokens of a block, as in rotation.h.
 BLOCK = 64
@@ -41,7 +42,7 @@ def mamba3_prepare_cpu(
         segments_bs,
         (eps, rotation_range, neighbours),
     )
-    outputs = [t.new_empty(shape) for t, shape in zip((b_bsmgr, c_bsmgr, dt_bsh), given.output_shapes(), strict=True)]
+    outputs = [empty(*shape) for shape in given.output_shapes()]
     kernel("mamba3_prepare", INPUTS + "ppp")(*given.arguments(), *map(pointer, outputs))
     return outputs[0], outputs[1], outputs[2]
 
@@ -69,8 +70,8 @@ def mamba3_prepare_backward_cpu(
     tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh)
     given = Inputs(tensors, angle_bha, segments_bs, (eps, rotation_range, neighbours))
     b, s, h, a, m, _, r = given.sizes
-    d_theta_bsha = b_bsmgr.new_empty(b, s, h, a)
-    d_b, d_c, d_rot, d_dt = (t.new_empty(t.shape) for t in (b_bsmgr, c_bsmgr, rot_bsa, dt_bsh))
+    d_theta_bsha = empty(b, s, h, a)
+    d_b, d_c, d_rot, d_dt = (empty(*t.shape) for t in (b_bsmgr, c_bsmgr, rot_bsa, dt_bsh))
     d_angle_bha, sums = dt_bsh.new_empty(b, h, a), dt_bsh.new_empty(2 * (h * m + 1) * r)
     d_outputs = [None if d is None else d.contiguous() for d in (d_b_bsmhr, d_c_bsmhr, d_last_bha)]
     outputs = (d_theta_bsha, d_b, d_c, d_rot, d_dt, d_angle_bha, sums)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.kernels.cpu.library import kernel, pointer
+from mambakit.ops.kernels.cpu.pages import empty
 
 NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
 
@@ -47,7 +48,7 @@ def finish(
     eps: float,
 ) -> Tensor:
     given = Inputs(y_Nmi, x_Ni, skip_i, z_Ni, mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i)
-    out_Ni = y_Nmi.new_empty(y_Nmi.shape[0], y_Nmi.shape[2])
+    out_Ni = empty(y_Nmi.shape[0], y_Nmi.shape[2])
     kernel("finish", INPUTS + "p")(*given.arguments(), group, order, eps, pointer(out_Ni))
     return out_Ni
 
@@ -71,8 +72,8 @@ def finish_backward_cpu(
     given = Inputs(y_Nmi, x_Ni, skip_i, z_Ni, mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i)
     d_out_Ni = in_rows(d_out_Ni)
     n, m, i = y_Nmi.shape
-    d_y_Nmi = y_Nmi.new_empty(n, m, i)
-    d_x_Ni, d_z_Ni = (None if t is None else t.new_empty(n, i) for t in (x_Ni, z_Ni))
+    d_y_Nmi = empty(n, m, i)
+    d_x_Ni, d_z_Ni = (None if t is None else empty(n, i) for t in (x_Ni, z_Ni))
     sums = y_Nmi.new_empty(2 + 3 * m, i)
     kernel("finish_backward", INPUTS + "pi" + "p" + "pi" + "pi" + "p")(
         *given.arguments(),

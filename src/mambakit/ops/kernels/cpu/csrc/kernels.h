@@ -19,6 +19,7 @@
 #include "norm.h"
 #include "ssd_backward.h"
 #include "ssd_forward.h"
+#include "pages.h"
 #include "step.h"
 #include "step_mamba1.h"
 #include "step_mamba2.h"
