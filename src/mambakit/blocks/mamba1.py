@@ -123,8 +123,9 @@ class Mamba1(rows.Block[Mamba1Cache]):
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba1Cache]:
-        if path is not None:
-            raise ValueError(f"Mamba-1 has one scan and takes no path, got {path}")
+        path = SsdPath.of(path)
+        if path != SsdPath(backend=path.backend):
+            raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
         r = self.config.state_rank
         projected_bsX = self.in_proj(x_bsd)
         if fused := fused_step.mamba1(self, projected_bsX, cache, segments_bs, lengths_b):
@@ -133,15 +134,21 @@ class Mamba1(rows.Block[Mamba1Cache]):
         x_bsi, window_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, segments_bs, lengths_b)
         x_bsi = F.silu(x_bsi)
         dt_bsR, b_bsr, c_bsr = self.x_proj(x_bsi).split((self.config.dt_width, r, r), dim=-1)
-        dt_bsi = rows.hide_padding(softplus(self.dt_proj(dt_bsR)), lengths_b)
+        dt_bsi = self.dt_proj(dt_bsR)
+        if lengths_b is not None:
+            dt_bsi = rows.hide_padding(softplus(dt_bsi), lengths_b)
         y_bsi, state_bir = selective_scan(
             x_bsi,
             dt_bsi,
-            -torch.exp(self.A_log.to(dt_bsi.dtype)),
+            -torch.exp(self.A_log.to(torch.promote_types(dt_bsi.dtype, torch.float32))),
             b_bsr[:, :, None],
             c_bsr[:, :, None],
             cache.ssm_bir,
+            skip_i=self.D,
+            z_bsi=z_bsi,
+            # What hides padding is a step size of zero, which no softplus gives.
+            dt_softplus=lengths_b is None,
             segments_bs=segments_bs,
+            backend=path.backend,
         )
-        y_bsi = (y_bsi + self.D * x_bsi).to(z_bsi.dtype) * F.silu(z_bsi)
-        return self.out_proj(y_bsi), Mamba1Cache(window_bik, state_bir)
+        return self.out_proj(y_bsi.to(z_bsi.dtype)), Mamba1Cache(window_bik, state_bir)

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.ops.activations import softplus
+from mambakit.ops.backend import use_kernels
+from mambakit.ops.kernels.cpu.selective_scan import selective_scan_cpu
 from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 
 BLOCK_ELEMENTS = 1 << 18
@@ -29,7 +32,12 @@ def selective_scan(
     c_bsgr: Tensor,
     state_bir: Tensor | None = None,
     *,
+    skip_i: Tensor | None = None,
+    z_bsi: Tensor | None = None,
+    dt_bias_i: Tensor | None = None,
+    dt_softplus: bool = False,
     segments_bs: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Scan `x` into a state per channel and read it back.
 
@@ -40,28 +48,56 @@ def selective_scan(
     of `x` and the state after the last token in at least float32, both differentiable once. Splitting the sequence
     anywhere and passing the state on gives the same result as one call.
 
+    Around the scan, each if given: `dt_bias` is added to `dt` and then, if `dt_softplus`, its softplus taken; `skip x`
+    is added to `y`, and then `silu(z)` multiplied. The fused kernel (`backend` "cpu", taken by "auto" where it applies)
+    does all of it in one pass, "torch" with operators; see docs/mamba1_scan.md.
+
     `segments_bs` packs several sequences into a row: ids never decrease, the entering state belongs to the first
     token's segment, and the state restarts from zero at every new id. With a complex `a` every entry stands for a
     conjugate pair and `y` is twice the real part of the sum. Raises `ValueError` for sizes, dtypes or devices that do
     not fit.
     """
     named = {"x_bsi": x_bsi, "dt_bsi": dt_bsi, "a_ir": a_ir, "b_bsgr": b_bsgr, "c_bsgr": c_bsgr, "state_bir": state_bir}
+    named |= {"skip_i": skip_i, "z_bsi": z_bsi, "dt_bias_i": dt_bias_i}
     size = bind(**named, segments_bs=segments_bs)
     if size.g == 0 or size.i % size.g:
         raise ValueError(f"axis 'i' of x_bsi is {size.i}, not a multiple of the {size.g} groups of b_bsgr")
     if segments_bs is not None:
         check_segments(segments_bs)
     dtype = state_dtype(named)
-    a_ir = a_ir.to(dtype)
-    state_bir = a_ir.new_zeros(size.b, size.i, size.r) if state_bir is None else state_bir.to(dtype)
+    fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
+    if use_kernels(backend, *named.values()):
+        floats = (None if tensor is None else tensor.float() for tensor in named.values())
+        y_bsi, state_bir = selective_scan_cpu(*floats, fresh_bs, dt_softplus)
+        return y_bsi.to(x_bsi.dtype), state_bir
+    if dt_bias_i is not None:
+        dt_bsi = dt_bsi.to(torch.promote_types(dt_bsi.dtype, torch.float32)) + dt_bias_i
+    dt_bsi = softplus(dt_bsi) if dt_softplus else dt_bsi
+    y_bsi, state_bir = scan_plainly(x_bsi, dt_bsi, a_ir.to(dtype), b_bsgr, c_bsgr, state_bir, fresh_bs)
+    y_bsi = y_bsi if skip_i is None else (y_bsi + skip_i * x_bsi).to(x_bsi.dtype)
+    y_bsi = y_bsi if z_bsi is None else (y_bsi * F.silu(z_bsi)).to(x_bsi.dtype)
+    return y_bsi, state_bir
+
+
+def scan_plainly(
+    x_bsi: Tensor,
+    dt_bsi: Tensor,
+    a_ir: Tensor,
+    b_bsgr: Tensor,
+    c_bsgr: Tensor,
+    state_bir: Tensor | None,
+    fresh_bs: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The scan alone in torch's operators, in the dtype of `a`; `fresh` marks tokens that start from a zero state."""
+    dtype, (batch, length, _) = a_ir.dtype, x_bsi.shape
+    state_bir = a_ir.new_zeros(batch, *a_ir.shape) if state_bir is None else state_bir.to(dtype)
     if dtype.is_complex:
         b_bsgr, c_bsgr = b_bsgr.to(dtype), 2 * c_bsgr.to(dtype)
-    if size.s == 0:
+    if length == 0:
         return x_bsi.clone(), state_bir.clone()
-    if size.s == 1:
+    if length == 1:
         y_bi, state_bir = scan_token(x_bsi[:, 0], dt_bsi[:, 0], a_ir, b_bsgr[:, 0], c_bsgr[:, 0], state_bir)
         return y_bi[:, None], state_bir
-    fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
     return scan_tokens(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, fresh_bs)
 
 
@@ -72,8 +108,10 @@ def state_dtype(named: dict[str, Tensor | None]) -> torch.dtype:
     real: dict[str, Tensor | None] = {**given}
     if not complex_names:
         return check_floats({"x_bsi": real.pop("x_bsi")}, real)
-    if complex_names & {"x_bsi", "dt_bsi"} or "a_ir" not in complex_names:
-        raise ValueError(f"{sorted(complex_names)} complex: x_bsi and dt_bsi must be real, the others if a_ir is real")
+    if complex_names - {"a_ir", "b_bsgr", "c_bsgr", "state_bir"} or "a_ir" not in complex_names:
+        raise ValueError(
+            f"{sorted(complex_names)} complex: a_ir may be, and with it b_bsgr, c_bsgr and state_bir, but nothing else"
+        )
     real |= {name: given[name].real for name in complex_names}
     return torch.promote_types(check_floats({"x_bsi": real.pop("x_bsi")}, real), torch.complex32)
 

@@ -17,6 +17,8 @@
 #include "mamba3_prepare.h"
 #include "matvec.h"
 #include "norm.h"
+#include "selective_scan.h"
+#include "selective_scan_backward.h"
 #include "ssd_backward.h"
 #include "ssd_forward.h"
 #include "pages.h"

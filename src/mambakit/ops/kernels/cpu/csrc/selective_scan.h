@@ -1,0 +1,224 @@
+// Mamba-1's selective scan, everything between its projections and out_proj but the convolution:
+//
+//     dt = softplus(dt + dt_bias),   u = dt x
+//     h_t[i, r] = exp(dt_t[i] a[i, r]) h_{t-1}[i, r] + u_t[i] b_t[g, r]
+//     y_t[i]    = (sum_r h_t[i, r] c_t[g, r] + skip[i] x_t[i]) silu(z_t[i])
+//
+// The lanes of a vector are channels. A thread takes a part, a run of channels of one group and row, through all tokens,
+// a block of tokens at a time: what a block reads is first gathered into [vector][token][lane], because the tokens of
+// one vector lie a page apart in memory and would miss the TLB over and over. Inside, the states of one vector stay in
+// registers.
+#pragma once
+
+namespace MK_ISA::scan {
+
+// A tensor with an entry per row and token, its last axis contiguous; the other strides count elements.
+struct PerToken {
+    const float* data;
+    int64_t row, token, group;
+};
+
+// The inputs, as the Python side fills them in. Pointers to what is absent are null.
+struct Scan {
+    int64_t rows, tokens, groups, channels, rank;  // `channels` of one group
+    int64_t part_channels;                         // at most, in one part
+    int64_t softplus;
+    PerToken x, dt, z, b, c;
+    const float *a_ir, *state_bir, *skip_i, *dt_bias_i;
+    const uint8_t* fresh_bs;  // tokens that start from a zero state
+};
+
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+
+// 2^z for any z: 0 from -127 on, infinity from 128 on. To 3 units in the last place; where long memories need it, near
+// z = 0, the error is 5e-7 of z. Cheaper than vexp: the powers of two are added to the exponent's bits.
+MK_INLINE vf decay_of(vf z) {
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    z = vmin(splat(128.0f), vmax(splat(-127.0f), z));  // in this order of arguments a NaN stays
+    vf shifted = z + magic;
+    vf f = z - (shifted - magic);
+    vf q = splat(0.00133335392f);
+    q = q * f + splat(0.00966624543f);
+    q = q * f + splat(0.0555050038f);
+    q = q * f + splat(0.240223512f);
+    q = q * f + splat(0.693147123f);
+    // The shift throws out all of `magic` and leaves the integer.
+    return (vf)((vi)(q * f + splat(1.0f)) + ((vi)shifted << 23));
+}
+
+// Both with errors of 1e-6 or less, and of 1e-38 where they vanish.
+MK_INLINE vf sigmoid_of(vf x) { return splat(1.0f) / (splat(1.0f) + decay_of(splat(-LOG2_E) * x)); }
+MK_INLINE vf softplus_of(vf x) {
+    // max(x, 0) + log(1 + e) with e = exp(-|x|); log(1 + e) = 2 atanh(e / (2 + e)) keeps the digits of a small e.
+    vf zero = {}, e = decay_of(splat(-LOG2_E) * choose(x < zero, -x, x));
+    vf s = e / (splat(2.0f) + e), w = s * s;
+    vf p = splat(0.281783342f);
+    p = p * w + splat(0.279606044f);
+    p = p * w + splat(0.400249094f);
+    p = p * w + splat(0.66666317f);
+    p = p * w + splat(2.0f);
+    return vmax(zero, x) + s * p;
+}
+
+// The channels of one group and row that a thread works on.
+struct Part {
+    int64_t row, group, index;  // `index` counts the parts of the group
+    int64_t first, channels;    // `first` counts channels of the whole tensor
+    int64_t vectors;
+
+    int64_t lanes(int64_t v) const { return channels - v * W; }  // W or more: all of vector v
+    const float* at(const PerToken& x, int64_t token, int64_t v) const {
+        return x.data + row * x.row + token * x.token + first + v * W;
+    }
+    const float* group_at(const PerToken& b, int64_t token) const {
+        return b.data + row * b.row + token * b.token + group * b.group;
+    }
+};
+
+MK_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+MK_INLINE int64_t parts_of_group(const Scan& s) { return (s.channels + s.part_channels - 1) / s.part_channels; }
+
+template <class Body>
+static void for_parts(const Scan& s, const Body& body) {
+    int64_t in_group = parts_of_group(s);
+    parallel(s.rows * s.groups * in_group, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; n++) {
+            Part part;
+            part.index = n % in_group;
+            part.group = n / in_group % s.groups;
+            part.row = n / in_group / s.groups;
+            int64_t start = part.index * s.part_channels;
+            part.channels = min_of(s.part_channels, s.channels - start);
+            part.first = part.group * s.channels + start;
+            part.vectors = (part.channels + W - 1) / W;
+            body(part);
+        }
+    });
+}
+
+// body(Count<n>, first) for runs of n states that cover [0, rank): as many of `most` as fit, then halves of it.
+template <int n>
+struct Count {
+    static constexpr int value = n;
+};
+template <int most, class Body>
+MK_INLINE void for_states(int64_t rank, int64_t first, const Body& body) {
+    for (; first + most <= rank; first += most) body(Count<most>(), first);
+    if constexpr (most > 1) for_states<most / 2>(rank, first, body);
+}
+
+// Where vector v of token t lies in a block's gathered arrays.
+constexpr int64_t BLOCK = 32;
+MK_INLINE int64_t place(int64_t v, int64_t t) { return (v * BLOCK + t) * W; }
+
+// Rows of `rank` numbers, `stride` apart and one per channel, as vectors of channels [vector][state][lane], times
+// `factor`; zeros beyond the last channel, and everywhere for null.
+static void gather_states(const Part& part, const float* rows, int64_t stride, int64_t rank, float factor, float* to) {
+    memset(to, 0, part.vectors * rank * W * sizeof(float));
+    if (!rows) return;
+    for (int64_t i = 0; i < part.channels; i++)
+        for (int64_t r = 0; r < rank; r++) to[(i / W * rank + r) * W + i % W] = factor * rows[i * stride + r];
+}
+static void scatter_states(const Part& part, const float* from, int64_t rank, float* rows, int64_t stride) {
+    for (int64_t i = 0; i < part.channels; i++)
+        for (int64_t r = 0; r < rank; r++) rows[i * stride + r] = from[(i / W * rank + r) * W + i % W];
+}
+
+// dt before and after the softplus.
+struct StepSize {
+    vf raw, dt;
+};
+MK_INLINE StepSize step_size(const Scan& s, const Part& part, int64_t token, int64_t v) {
+    vf raw = load_part(part.at(s.dt, token, v), part.lanes(v));
+    if (s.dt_bias_i) raw += load_part(s.dt_bias_i + part.first + v * W, part.lanes(v));
+    return {raw, s.softplus ? softplus_of(raw) : raw};
+}
+
+// A block of tokens of a part, gathered.
+struct Block {
+    int64_t begin, count;
+    float *dt, *u;
+};
+
+static void gather_tokens(const Scan& s, const Part& part, const Block& block) {
+    for (int64_t t = 0; t < block.count; t++)
+        for (int64_t v = 0; v < part.vectors; v++) {
+            vf dt = step_size(s, part, block.begin + t, v).dt;
+            store(block.dt + place(v, t), dt);
+            store(block.u + place(v, t), dt * load_part(part.at(s.x, block.begin + t, v), part.lanes(v)));
+        }
+}
+
+// The recurrence of `n` states from `first` on, for the block's tokens of vector v. `a` is [state][lane] and holds
+// a log2(e); `h` enters and leaves in the same layout. Without `y` only the states are wanted.
+template <int n, bool reads>
+static void scan_states(
+    const Scan& s, const Part& part, const Block& block, int64_t v, int64_t first, const float* a, float* h, float* y) {
+    const float *dt = block.dt + place(v, 0), *u = block.u + place(v, 0);
+    const float* b = part.group_at(s.b, block.begin) + first;
+    const float* c = part.group_at(s.c, block.begin) + first;
+    const uint8_t* fresh = s.fresh_bs ? s.fresh_bs + part.row * s.tokens + block.begin : nullptr;
+    vf state[n];
+    for (int r = 0; r < n; r++) state[r] = load(h + r * W);
+    for (int64_t t = 0; t < block.count; t++, b += s.b.token, c += s.c.token) {
+        vf dt_t = load(dt + t * W), u_t = load(u + t * W), y_t = {};
+        if (fresh && fresh[t])
+            for (int r = 0; r < n; r++) state[r] = vf{};
+#pragma GCC unroll 16
+        for (int r = 0; r < n; r++) {
+            state[r] = decay_of(dt_t * load(a + r * W)) * state[r] + u_t * splat(b[r]);
+            if (reads) y_t += state[r] * splat(c[r]);
+        }
+        if (reads) store(y + t * W, load(y + t * W) + y_t);
+    }
+    for (int r = 0; r < n; r++) store(h + r * W, state[r]);
+}
+
+// y = (sum_r h c + skip x) silu(z), where the sum is what the block's `y` holds.
+static void write_outputs(const Scan& s, const Part& part, const Block& block, const float* y, float* out_bsi) {
+    int64_t width = s.groups * s.channels;
+    float* out = out_bsi + (part.row * s.tokens + block.begin) * width + part.first;
+    for (int64_t t = 0; t < block.count; t++)
+        for (int64_t v = 0; v < part.vectors; v++) {
+            int64_t lanes = part.lanes(v);
+            vf y_t = load(y + place(v, t));
+            if (s.skip_i)
+                y_t += load_part(s.skip_i + part.first + v * W, lanes) *
+                       load_part(part.at(s.x, block.begin + t, v), lanes);
+            if (s.z.data) {
+                vf z = load_part(part.at(s.z, block.begin + t, v), lanes);
+                y_t *= z * sigmoid_of(z);
+            }
+            store_part(out + t * width + v * W, y_t, lanes);
+        }
+}
+
+static void scan_part(const Scan& s, const Part& part, float* y_bsi, float* last_bir) {
+    int64_t states = part.vectors * s.rank * W, tokens = part.vectors * BLOCK * W;
+    float* a = scratch<0>(2 * states + 3 * tokens);
+    float *h = a + states, *y = h + states;
+    Block block = {0, 0, y + tokens, y + 2 * tokens};
+    int64_t matrix = part.first * s.rank, of_row = part.row * s.groups * s.channels * s.rank + matrix;
+    gather_states(part, s.a_ir + matrix, s.rank, s.rank, LOG2_E, a);
+    gather_states(part, s.state_bir ? s.state_bir + of_row : nullptr, s.rank, s.rank, 1.0f, h);
+    for (; block.begin < s.tokens; block.begin += BLOCK) {
+        block.count = min_of(BLOCK, s.tokens - block.begin);
+        gather_tokens(s, part, block);
+        memset(y, 0, tokens * sizeof(float));
+        for (int64_t v = 0; v < part.vectors; v++)
+            for_states<W>(s.rank, 0, [&](auto n, int64_t first) {
+                int64_t at = (v * s.rank + first) * W;
+                scan_states<n.value, true>(s, part, block, v, first, a + at, h + at, y + place(v, 0));
+            });
+        write_outputs(s, part, block, y, y_bsi);
+    }
+    scatter_states(part, h, s.rank, last_bir + of_row, s.rank);
+}
+
+}  // namespace MK_ISA::scan
+
+MK_EXPORT(selective_scan)(const MK_ISA::scan::Scan* inputs, float* y_bsi, float* last_bir) {
+    using namespace MK_ISA::scan;
+    for_parts(*inputs, [&](const Part& part) { scan_part(*inputs, part, y_bsi, last_bir); });
+}
