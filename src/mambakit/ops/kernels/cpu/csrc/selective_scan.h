@@ -135,6 +135,21 @@ MK_INLINE StepSize step_size(const Scan& s, const Part& part, int64_t token, int
     return {raw, s.softplus ? softplus_of(raw) : raw};
 }
 
+// Fetches what the next block will gather, one vector of each tensor per call, while the present one is computed. Every
+// token is on another page, where the hardware prefetches nothing: without this, a third of the time is waiting.
+struct Lookahead {
+    const Part& part;
+    PerToken tensors[4];
+    int64_t token, end, v = 0;
+
+    void step() {
+        if (token >= end) return;
+        for (const PerToken& x : tensors)
+            if (x.data) __builtin_prefetch(part.at(x, token, v));
+        if (++v == part.vectors) v = 0, token++;
+    }
+};
+
 // A block of tokens of a part, gathered.
 struct Block {
     int64_t begin, count;
@@ -154,7 +169,8 @@ static void gather_tokens(const Scan& s, const Part& part, const Block& block) {
 // a log2(e); `h` enters and leaves in the same layout. Without `y` only the states are wanted.
 template <int n, bool reads>
 static void scan_states(
-    const Scan& s, const Part& part, const Block& block, int64_t v, int64_t first, const float* a, float* h, float* y) {
+    const Scan& s, const Part& part, const Block& block, int64_t v, int64_t first, const float* a, float* h, float* y,
+    Lookahead& ahead) {
     const float *dt = block.dt + place(v, 0), *u = block.u + place(v, 0);
     const float* b = part.group_at(s.b, block.begin) + first;
     const float* c = part.group_at(s.c, block.begin) + first;
@@ -162,6 +178,7 @@ static void scan_states(
     vf state[n];
     for (int r = 0; r < n; r++) state[r] = load(h + r * W);
     for (int64_t t = 0; t < block.count; t++, b += s.b.token, c += s.c.token) {
+        ahead.step();
         vf dt_t = load(dt + t * W), u_t = load(u + t * W), y_t = {};
         if (fresh && fresh[t])
             for (int r = 0; r < n; r++) state[r] = vf{};
@@ -206,10 +223,12 @@ static void scan_part(const Scan& s, const Part& part, float* y_bsi, float* last
         block.count = min_of(BLOCK, s.tokens - block.begin);
         gather_tokens(s, part, block);
         memset(y, 0, tokens * sizeof(float));
+        int64_t next = block.begin + BLOCK;
+        Lookahead ahead = {part, {s.x, s.dt, s.z}, next, min_of(next + BLOCK, s.tokens)};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<W>(s.rank, 0, [&](auto n, int64_t first) {
                 int64_t at = (v * s.rank + first) * W;
-                scan_states<n.value, true>(s, part, block, v, first, a + at, h + at, y + place(v, 0));
+                scan_states<n.value, true>(s, part, block, v, first, a + at, h + at, y + place(v, 0), ahead);
             });
         write_outputs(s, part, block, y, y_bsi);
     }

@@ -55,13 +55,14 @@ static void gather_tokens_backward(const Scan& s, const Part& part, const PerTok
 template <int n>
 static void recompute_states(
     const Scan& s, const Part& part, const BackwardBlock& block, int64_t v, int64_t first, const float* a,
-    const float* h) {
+    const float* h, Lookahead& ahead) {
     const float *dt = block.dt + place(v, 0), *u = block.u + place(v, 0);
     const float* b = part.group_at(s.b, block.begin) + first;
     const uint8_t* fresh = s.fresh_bs ? s.fresh_bs + part.row * s.tokens + block.begin : nullptr;
     vf state[n];
     for (int r = 0; r < n; r++) state[r] = load(h + r * W);
     for (int64_t t = 0; t < block.count; t++, b += s.b.token) {
+        ahead.step();
         vf dt_t = load(dt + t * W), u_t = load(u + t * W);
         vf link = splat(fresh && fresh[t] ? 0.0f : 1.0f);
         float *decay = block.decay + t * n * W, *carried = block.carried + t * n * W;
@@ -191,10 +192,12 @@ static void scan_run_back(
         memcpy(h, h - states, states * sizeof(float));
         block.begin = m * BLOCK, block.count = BLOCK;
         gather_tokens(s, part, block);
+        int64_t next = block.begin + BLOCK;
+        Lookahead ahead = {part, {s.x, s.dt}, next, min_of(next + BLOCK, s.tokens)};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<W>(n, 0, [&](auto count, int64_t r) {
                 int64_t at = (v * n + r) * W;
-                scan_states<count.value, false>(s, part, block, v, first + r, a + at, h + at, nullptr);
+                scan_states<count.value, false>(s, part, block, v, first + r, a + at, h + at, nullptr, ahead);
             });
     }
     for (int64_t m = blocks - 1; m >= 0; m--) {
@@ -202,10 +205,11 @@ static void scan_run_back(
         gather_tokens_backward(s, part, grads.dy, block);
         memset(block.y, 0, 3 * tokens * sizeof(float));
         memset(block.db, 0, 2 * run * sizeof(float));
+        Lookahead ahead = {part, {s.x, s.dt, s.z, grads.dy}, m ? block.begin - BLOCK : 0, block.begin};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<FEW>(n, 0, [&](auto count, int64_t r) {
                 int64_t at = (v * n + r) * W;
-                recompute_states<count.value>(s, part, block, v, first + r, a + at, entering + m * states + at);
+                recompute_states<count.value>(s, part, block, v, first + r, a + at, entering + m * states + at, ahead);
                 scan_states_back<count.value>(s, part, block, v, first + r, r, a + at, g + at, da + at);
             });
         write_gradients(s, part, grads, block, first > 0, d_skip, d_dt_bias);
