@@ -94,7 +94,7 @@ def test_unknown_arguments(block):
 def test_paths_and_pathways():
     one, three = make_block("mamba1"), make_block("mamba3")
     with pytest.raises(ValueError, match="Mamba-1 has one scan and takes no path"):
-        one(tokens(one, 1, 3), path=SsdPath())
+        one(tokens(one, 1, 3), path=SsdPath.serial())
     with pytest.raises(ValueError, match="pathway 'triple' is unknown; choose from single, double"):
         three.fresh_cache(1).with_pathway("triple")
     with pytest.raises(ValueError, match="pathway 'triple' is unknown"):

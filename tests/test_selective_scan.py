@@ -12,11 +12,20 @@ from torch import Tensor
 
 from compare import GRADIENT, VALUE, check, gradients, leaves, load_golden
 from mambakit.ops import selective_scan as module
+from mambakit.ops.kernels.cpu.library import why_missing
+from mambakit.ops.kernels.cpu.selective_scan import selective_scan_cpu, selective_scan_cpu_backward
 from mambakit.ops.selective_scan import scan_tokens, scan_tokens_backward, selective_scan
 from oracles.selective_scan import selective_scan_loop
 
 # Entries per block and fewest tokens in it, for rows of 6 channels and 3 state entries (18 entries a token).
 BLOCKS = {"default": None, "one token": (1, 1), "4 tokens, one row": (72, 4), "5 tokens, two rows": (180, 5)}
+
+
+no_kernels = pytest.mark.skipif(why_missing() is not None, reason=f"no kernels: {why_missing()}")
+both = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=no_kernels)])
+DTYPE = {"torch": torch.float64, "cpu": torch.float32}
+VALUES = {"torch": 1e-10, "cpu": 1e-5}
+GRADIENTS = {"torch": 1e-9, "cpu": 1e-4}
 
 
 @contextmanager
@@ -53,13 +62,19 @@ def run(scan, tensors: dict[str, Tensor], **options) -> dict[str, Tensor]:
     return {"y": y_bsi, "state": torch.view_as_real(state_bir) if state_bir.is_complex() else state_bir}
 
 
-def agree(tensors: dict[str, Tensor], dtype: torch.dtype = torch.float64, **options) -> None:
+def cast(tensors: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
+    """In the dtype that `backend` is tested in."""
+    return {name: t if t.is_complex() else t.to(DTYPE[backend]) for name, t in tensors.items()}
+
+
+def agree(tensors: dict[str, Tensor], backend: str, **options) -> None:
     """Values and every gradient equal the loop's, with independent heads on `y` and on the state."""
-    given, exact = leaves(tensors), leaves(tensors)
-    got, want = run(selective_scan, given, **options), run(selective_scan_loop, exact, **options)
-    check(VALUE[dtype], got, want)
+    given = leaves(cast(tensors, backend))
+    exact = leaves({name: t if t.is_complex() else t.double() for name, t in given.items()})
+    got, want = run(selective_scan, given, backend=backend, **options), run(selective_scan_loop, exact, **options)
+    check(VALUES[backend], got, want)
     heads = {name: torch.randn_like(t) for name, t in want.items()}
-    check(GRADIENT[dtype], gradients(got, heads, given), gradients(want, heads, exact))
+    check(GRADIENTS[backend], gradients(got, heads, given), gradients(want, heads, exact))
 
 
 def cut(tensors: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
@@ -73,7 +88,39 @@ def cut(tensors: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("s", [0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
 def test_equals_the_loop(s, blocks):
     with block_size(blocks):
-        agree(draw(s=s))
+        agree(draw(s=s), "torch")
+
+
+@no_kernels
+@pytest.mark.parametrize("s", [0, 1, 2, 9, 31, 32, 33, 63, 64, 65, 130])
+def test_the_kernel_equals_the_loop(s):
+    agree(draw(s=s), "cpu")
+
+
+@both
+@pytest.mark.parametrize("s", [0, 1, 9, 70])
+@pytest.mark.parametrize("left_out", ["nothing", "skip_i", "z_bsi", "dt_bias_i", "dt_softplus"])
+def test_what_is_around_the_scan(left_out, s, backend):
+    """Bias and softplus of the step sizes, skip and gate of the output."""
+    tensors = draw(s=s)
+    tensors["dt_bsi"] = torch.randn(3, s, 6).double()
+    tensors |= {"skip_i": torch.randn(6), "z_bsi": torch.randn(3, s, 6), "dt_bias_i": torch.randn(6)}
+    dt_softplus = left_out != "dt_softplus"
+    if not dt_softplus:
+        tensors |= {"dt_bsi": tensors["dt_bsi"].abs(), "dt_bias_i": tensors["dt_bias_i"].abs()}
+    tensors.pop(left_out, None)
+    given = leaves(cast(tensors, backend))
+    exact = leaves(given, torch.float64)
+    inner = {name: t for name, t in exact.items() if name not in ("skip_i", "z_bsi", "dt_bias_i")}
+    dt_bsi = inner["dt_bsi"] + exact["dt_bias_i"] if "dt_bias_i" in exact else inner["dt_bsi"]
+    inner["dt_bsi"] = torch.logaddexp(dt_bsi, torch.zeros_like(dt_bsi)) if dt_softplus else dt_bsi
+    want = run(selective_scan_loop, inner)
+    want["y"] = want["y"] + exact["skip_i"] * exact["x_bsi"] if "skip_i" in exact else want["y"]
+    want["y"] = want["y"] * F.silu(exact["z_bsi"]) if "z_bsi" in exact else want["y"]
+    got = run(selective_scan, given, dt_softplus=dt_softplus, backend=backend)
+    check(VALUES[backend], got, want)
+    heads = {name: torch.randn_like(t) for name, t in want.items()}
+    check(GRADIENTS[backend], gradients(got, heads, given), gradients(want, heads, exact))
 
 
 @pytest.mark.parametrize("s", [28, 29, 30, 57])
@@ -81,73 +128,84 @@ def test_equals_the_loop_around_the_default_block(s):
     tensors = draw(b=1, s=s, i=600, r=15, g=1)
     _, token_slices = module.plan_blocks(tensors["x_bsi"], tensors["a_ir"])
     assert token_slices[0].stop == 29
-    agree(tensors)
+    agree(tensors, "torch")
 
 
+@both
 @pytest.mark.parametrize("g", [1, 2, 3, 6])
-def test_groups_are_runs_of_channels(g):
+def test_groups_are_runs_of_channels(g, backend):
     with block_size((72, 4)):
-        agree(draw(g=g))
+        agree(draw(g=g), backend)
 
 
-def test_starts_from_zero_without_a_state():
-    agree(draw(state=False))
-    agree(draw(state=False, s=1))
+@both
+def test_starts_from_zero_without_a_state(backend):
+    agree(draw(state=False), backend)
+    agree(draw(state=False, s=1), backend)
 
 
 @pytest.mark.parametrize("s", [0, 1, 9])
 def test_complex_states_stand_for_conjugate_pairs(s):
     with block_size((72, 4)):
-        agree(draw_complex(s=s))
+        agree(draw_complex(s=s), "torch")
 
 
 def test_a_complex_a_takes_real_b_and_c():
     tensors = draw_complex()
     tensors |= {name: tensors[name].real.clone() for name in ("b_bsgr", "c_bsgr")}
-    agree(tensors)
-
-
-@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-def test_segments_restart_the_state(blocks):
-    ids = [[0, 0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 6, 7, 9, 9, 9, 9, 9], [1, 1, 1, 1, 1, 2, 2, 2, 2]]
-    with block_size(blocks):
-        agree(draw(), segments_bs=torch.tensor(ids))
-
-
-@pytest.mark.parametrize("edge", [1, 3, 4, 5, 8])
-def test_packed_equals_separate(edge):
-    tensors = draw(b=1)
-    segments_bs = (torch.arange(9) >= edge).long()[None]
-    with block_size((72, 4)):
-        packed = run(selective_scan, tensors, segments_bs=segments_bs)
-        first = run(selective_scan, {**cut(tensors, 0, edge), "state_bir": tensors["state_bir"]})
-        second = run(selective_scan, cut(tensors, edge, 9))
-    check(1e-12, packed, {"y": torch.cat((first["y"], second["y"]), dim=1), "state": second["state"]})
+    agree(tensors, "torch")
 
 
 @pytest.mark.parametrize(
+    ("blocks", "backend"), [*((size, "torch") for size in BLOCKS.values()), pytest.param(None, "cpu", marks=no_kernels)]
+)
+def test_segments_restart_the_state(blocks, backend):
+    ids = [[0, 0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 6, 7, 9, 9, 9, 9, 9], [1, 1, 1, 1, 1, 2, 2, 2, 2]]
+    with block_size(blocks):
+        agree(draw(), backend, segments_bs=torch.tensor(ids))
+
+
+@both
+@pytest.mark.parametrize("edge", [1, 3, 4, 5, 8])
+def test_packed_equals_separate(edge, backend):
+    tensors = cast(draw(b=1), backend)
+    segments_bs = (torch.arange(9) >= edge).long()[None]
+    with block_size((72, 4)):
+        packed = run(selective_scan, tensors, segments_bs=segments_bs, backend=backend)
+        first = run(selective_scan, {**cut(tensors, 0, edge), "state_bir": tensors["state_bir"]}, backend=backend)
+        second = run(selective_scan, cut(tensors, edge, 9), backend=backend)
+    check(
+        1e-12 if backend == "torch" else 1e-6,
+        packed,
+        {"y": torch.cat((first["y"], second["y"]), dim=1), "state": second["state"]},
+    )
+
+
+@both
+@pytest.mark.parametrize(
     "wanted", [["x_bsi"], ["dt_bsi"], ["a_ir"], ["b_bsgr"], ["c_bsgr"], ["state_bir"], ["a_ir", "c_bsgr"]]
 )
-def test_only_some_inputs_need_gradients(wanted):
+def test_only_some_inputs_need_gradients(wanted, backend):
     tensors = draw()
-    got, want = leaves(tensors), leaves(tensors)
+    got, want = leaves(cast(tensors, backend)), leaves(tensors)
     for name in tensors.keys() - set(wanted):
         got[name].requires_grad_(False)
     with block_size((72, 4)):
-        outputs = run(selective_scan, got)
+        outputs = run(selective_scan, got, backend=backend)
     exact = run(selective_scan_loop, want)
     heads = {name: torch.randn_like(t) for name, t in exact.items()}
     got_grads = gradients(outputs, heads, {name: got[name] for name in wanted})
-    check(1e-9, got_grads, gradients(exact, heads, {name: want[name] for name in wanted}))
+    check(GRADIENTS[backend], got_grads, gradients(exact, heads, {name: want[name] for name in wanted}))
 
 
+@both
 @pytest.mark.parametrize("used", ["y", "state"])
-def test_an_output_left_out_of_the_loss_counts_as_zero(used):
+def test_an_output_left_out_of_the_loss_counts_as_zero(used, backend):
     tensors = draw()
-    got, want = leaves(tensors), leaves(tensors)
+    got, want = leaves(cast(tensors, backend)), leaves(tensors)
     heads = {used: torch.randn_like(run(selective_scan_loop, tensors)[used])}
-    got_grads = gradients(run(selective_scan, got), heads, got)
-    check(1e-9, got_grads, gradients(run(selective_scan_loop, want), heads, want))
+    got_grads = gradients(run(selective_scan, got, backend=backend), heads, got)
+    check(GRADIENTS[backend], got_grads, gradients(run(selective_scan_loop, want), heads, want))
 
 
 def test_gradcheck():
@@ -156,19 +214,21 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(selective_scan, inputs)
 
 
-def test_a_second_derivative_raises():
-    given = leaves(draw())
-    y_bsi, _ = selective_scan(**given)
+@both
+def test_a_second_derivative_raises(backend):
+    given = leaves(cast(draw(), backend))
+    y_bsi, _ = selective_scan(**given, backend=backend)
     (d_x_bsi,) = torch.autograd.grad(y_bsi.square().sum(), given["x_bsi"], create_graph=True)
-    with pytest.raises(RuntimeError, match="selective_scan_backward"):
+    with pytest.raises(RuntimeError, match="selective_scan.*_backward"):
         d_x_bsi.square().sum().backward()
 
 
-def test_keeps_the_inputs_only():
-    given = leaves(draw(s=50))
+@both
+def test_keeps_the_inputs_only(backend):
+    given = leaves(cast(draw(s=50), backend))
     kept = []
     with block_size((72, 4)), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        selective_scan(**given)
+        selective_scan(**given, backend=backend)
     assert sorted(t.data_ptr() for t in kept) == sorted(t.data_ptr() for t in given.values())
 
 
@@ -186,19 +246,20 @@ def test_holds_the_states_of_one_block_and_one_per_block():
         return block_gradients(tokens, a_grp, state_bgrp, *rest)
 
     with block_size((180, 5)), mock.patch.multiple(module, scan_block=watch_block, block_gradients=watch_kept):
-        y_bsi, state_bir = selective_scan(**given)
+        y_bsi, state_bir = selective_scan(**given, backend="torch")
         (y_bsi.sum() + state_bir.sum()).backward()
     assert max(block_sizes) == 2 * 18 * 5
     assert max(kept_sizes) == 2 * 18
 
 
+@both
 @pytest.mark.parametrize("s", [1, 9])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes(dtype, s):
+def test_dtypes(dtype, s, backend):
     tensors = {name: t.to(dtype) for name, t in draw(s=s).items()}
     given, exact = leaves(tensors), leaves(tensors, torch.float64)
     with block_size((72, 4)):
-        got = run(selective_scan, given)
+        got = run(selective_scan, given, backend=backend)
     want = run(selective_scan_loop, exact)
     assert got["y"].dtype == dtype
     assert got["state"].dtype == torch.float32
@@ -210,62 +271,68 @@ def test_dtypes(dtype, s):
     check(GRADIENT[dtype], got_grads, gradients(want, heads, exact))
 
 
+@both
 @pytest.mark.parametrize("s", [1, 9])
-def test_narrow_inputs_go_with_wide_decays(s):
+def test_narrow_inputs_go_with_wide_decays(s, backend):
     tensors = draw(s=s)
     mixed = {n: t.bfloat16() if n in ("x_bsi", "b_bsgr", "c_bsgr") else t.float() for n, t in tensors.items()}
     given, exact = leaves(mixed), leaves(mixed, torch.float64)
-    got, want = run(selective_scan, given), run(selective_scan_loop, exact)
+    got, want = run(selective_scan, given, backend=backend), run(selective_scan_loop, exact)
     check(VALUE[torch.float32], {"state": got["state"]}, {"state": want["state"]})
     check(VALUE[torch.bfloat16], got, want)
 
 
+@both
 @pytest.mark.parametrize("s", [1, 9])
-def test_autocast_changes_nothing(s):
+def test_autocast_changes_nothing(s, backend):
     tensors = {name: t.float() for name, t in draw(s=s).items()}
-    plain, cast = leaves(tensors), leaves(tensors)
-    want = run(selective_scan, plain)
+    plain, inside = leaves(tensors), leaves(tensors)
+    want = run(selective_scan, plain, backend=backend)
     heads = {name: torch.randn_like(t) for name, t in want.items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = run(selective_scan, cast)
-        got_grads = gradients(got, heads, cast)
+        got = run(selective_scan, inside, backend=backend)
+        got_grads = gradients(got, heads, inside)
     check(0, got, want)
     check(0, got_grads, gradients(want, heads, plain))
 
 
+@both
 @pytest.mark.parametrize("dt", [100.0, 1e-6])
-def test_strong_and_tiny_decays_in_float32(dt):
+def test_strong_and_tiny_decays_in_float32(dt, backend):
     tensors = {name: t.float() for name, t in draw(s=40, dt_scale=dt).items()}
     given, exact = leaves(tensors), leaves(tensors, torch.float64)
     with block_size((72, 4)):
-        got = run(selective_scan, given)
+        got = run(selective_scan, given, backend=backend)
     want = run(selective_scan_loop, exact)
     check(1e-5, got, want, floor=1e-12)
     heads = {name: torch.randn_like(t) for name, t in want.items()}
     check(1e-4, gradients(got, heads, given), gradients(want, heads, exact), floor=1e-12)
 
 
-def test_inputs_may_have_any_strides():
-    tensors = draw()
+@both
+def test_inputs_may_have_any_strides(backend):
+    tensors = cast(draw(), backend)
     flipped = {name: t.transpose(0, -1).contiguous().transpose(0, -1) for name, t in tensors.items()}
     given, plain = leaves(flipped), leaves(tensors)
     assert not given["x_bsi"].is_contiguous()
-    got, want = run(selective_scan, given), run(selective_scan, plain)
-    check(1e-12, got, want)
+    got, want = (run(selective_scan, inputs, backend=backend) for inputs in (given, plain))
+    check(VALUES[backend], got, want)
     heads = {name: torch.randn_like(t).expand_as(t) for name, t in want.items()}
-    check(1e-12, gradients(got, heads, given), gradients(want, heads, plain))
+    check(GRADIENTS[backend], gradients(got, heads, given), gradients(want, heads, plain))
 
 
-def test_an_empty_batch_gives_an_empty_result():
-    y_bsi, state_bir = selective_scan(**draw(b=0))
+@both
+def test_an_empty_batch_gives_an_empty_result(backend):
+    y_bsi, state_bir = selective_scan(**cast(draw(b=0), backend), backend=backend)
     assert y_bsi.shape == (0, 9, 6)
     assert state_bir.shape == (0, 6, 3)
 
 
+@both
 @pytest.mark.parametrize("s", [0, 1, 9])
-def test_outputs_share_no_memory_with_inputs(s):
-    tensors = draw(s=s)
-    for out in selective_scan(**tensors):
+def test_outputs_share_no_memory_with_inputs(s, backend):
+    tensors = cast(draw(s=s), backend)
+    for out in selective_scan(**tensors, backend=backend):
         assert all(
             out.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() or not t.numel()
             for t in tensors.values()
@@ -278,22 +345,25 @@ sizes = st.fixed_dictionaries(
 blocks = st.tuples(st.integers(1, 300), st.integers(1, 7))
 
 
+@both
 @settings(max_examples=40)
 @given(sizes, blocks, st.data())
-def test_splitting_anywhere_changes_nothing(sizes, blocks, data):
-    tensors = draw(**sizes, i=2 * sizes["g"])
+def test_splitting_anywhere_changes_nothing(backend, sizes, blocks, data):
+    tensors = cast(draw(**sizes, i=2 * sizes["g"]), backend)
     middle = data.draw(st.integers(0, sizes["s"]))
     with block_size(blocks):
-        first = run(selective_scan, {**cut(tensors, 0, middle), "state_bir": tensors["state_bir"]})
-        second = run(selective_scan, {**cut(tensors, middle, sizes["s"]), "state_bir": first["state"]})
+        first = run(selective_scan, {**cut(tensors, 0, middle), "state_bir": tensors["state_bir"]}, backend=backend)
+        rest = {**cut(tensors, middle, sizes["s"]), "state_bir": first["state"]}
+        second = run(selective_scan, rest, backend=backend)
     got = {"y": torch.cat((first["y"], second["y"]), dim=1), "state": second["state"]}
-    check(1e-12, got, run(selective_scan, tensors))
+    check(1e-12 if backend == "torch" else 1e-6, got, run(selective_scan, tensors, backend=backend))
 
 
+@both
 @settings(max_examples=40)
 @given(sizes, blocks, st.data())
-def test_no_token_sees_a_later_one(sizes, blocks, data):
-    tensors = draw(**sizes, i=2 * sizes["g"])
+def test_no_token_sees_a_later_one(backend, sizes, blocks, data):
+    tensors = cast(draw(**sizes, i=2 * sizes["g"]), backend)
     changed = data.draw(st.integers(1, sizes["s"] - 1))
     other = {
         name: t
@@ -302,7 +372,7 @@ def test_no_token_sees_a_later_one(sizes, blocks, data):
         for name, t in tensors.items()
     }
     with block_size(blocks):
-        got, want = run(selective_scan, other), run(selective_scan, tensors)
+        got, want = (run(selective_scan, inputs, backend=backend) for inputs in (other, tensors))
     assert torch.equal(got["y"][:, :changed], want["y"][:, :changed])
     assert not torch.equal(got["y"][:, changed], want["y"][:, changed])
 
@@ -318,17 +388,18 @@ def test_linear_in_x_and_state(sizes, blocks, scale):
     check(1e-11, of_sum, {name: of_one[name] + scale * of_other[name] for name in of_one})
 
 
+@both
 @settings(max_examples=40)
 @given(sizes, blocks, st.data())
-def test_segments_anywhere_equal_the_loop(sizes, blocks, data):
+def test_segments_anywhere_equal_the_loop(backend, sizes, blocks, data):
     steps = data.draw(st.lists(st.integers(0, 1), min_size=sizes["b"] * sizes["s"], max_size=sizes["b"] * sizes["s"]))
     segments_bs = torch.tensor(steps).view(sizes["b"], sizes["s"]).cumsum(dim=1)
     with block_size(blocks):
-        agree(draw(**sizes, i=2 * sizes["g"]), segments_bs=segments_bs)
+        agree(draw(**sizes, i=2 * sizes["g"]), backend, segments_bs=segments_bs)
 
 
 def official_scan(tensors: dict[str, Tensor], config: dict, start: int, stop: int, state: Tensor | None = None):
-    """The official interface: `u`, `delta`, `z` as (b, d, l), with bias, softplus, skip and gate around the scan."""
+    """The official interface: `u`, `delta`, `z` as (b, d, l). In float32 and bfloat16 it is the kernel that runs."""
     get = {name.removeprefix("in."): t for name, t in tensors.items()}
     dtype = get["u"].dtype
     batch = len(get["u"])
@@ -346,15 +417,18 @@ def official_scan(tensors: dict[str, Tensor], config: dict, start: int, stop: in
     b_bsgr, c_bsgr = (t.repeat_interleave(groups // t.shape[2], dim=2) for t in (b_bsgr, c_bsgr))
     a_ir = torch.complex(get["A_re"], get["A_im"]) if config.get("complex") else get["A"]
     u_bsi, dt_bsi = (get[name][..., start:stop].mT for name in ("u", "delta"))
-    if "delta_bias" in get:
-        dt_bsi = dt_bsi + get["delta_bias"]
-    if config.get("softplus", True):
-        dt_bsi = torch.logaddexp(dt_bsi, torch.zeros_like(dt_bsi))
-    y_bsi, last_bir = selective_scan(u_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state)
-    if "D" in get:
-        y_bsi = y_bsi + get["D"] * u_bsi
-    if "z" in get:
-        y_bsi = y_bsi * F.silu(get["z"][..., start:stop].mT)
+    y_bsi, last_bir = selective_scan(
+        u_bsi,
+        dt_bsi,
+        a_ir,
+        b_bsgr,
+        c_bsgr,
+        state,
+        skip_i=get.get("D"),
+        z_bsi=get["z"][..., start:stop].mT if "z" in get else None,
+        dt_bias_i=get.get("delta_bias"),
+        dt_softplus=config.get("softplus", True),
+    )
     outputs = {"y": y_bsi.mT.to(dtype)}
     if config.get("complex"):
         return outputs | {"last_state_re": last_bir.real, "last_state_im": last_bir.imag}, last_bir
@@ -459,29 +533,52 @@ def test_opcheck(dtype):
     torch.library.opcheck(scan_tokens_backward, (x_bsi, state_bir, *floats, fresh_bs, needs))
 
 
+@no_kernels
+@pytest.mark.parametrize("state", [True, False])
+def test_opcheck_of_the_kernel(state):
+    tensors = {name: t.float() for name, t in draw(i=130, g=1, state=state).items()}
+    floats = [*tensors.values(), *([] if state else [None]), torch.randn(130), torch.randn(3, 9, 130), torch.randn(130)]
+    fresh_bs = torch.arange(9).expand(3, 9) == 5
+    leaves = (None if t is None else t.clone().requires_grad_() for t in floats)
+    torch.library.opcheck(selective_scan_cpu, (*leaves, fresh_bs, True))
+    needs = [t is not None and name != "b_bsgr" for name, t in zip([*tensors, *"hdzb"], floats, strict=False)]
+    d_last_bir = torch.randn(3, 130, 3)
+    torch.library.opcheck(selective_scan_cpu_backward, (floats[0], d_last_bir, *floats, fresh_bs, True, needs))
+
+
+def test_the_kernel_is_refused_by_name():
+    with pytest.raises(ValueError, match='backend "cpu" needs'):
+        selective_scan(**draw(), backend="cpu")
+    with pytest.raises(ValueError, match='backend "cpu" needs'):
+        selective_scan(**draw_complex(), backend="cpu")
+
+
+@both
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_compiles_in_one_graph():
+def test_compiles_in_one_graph(backend):
     tensors = {name: t.float() for name, t in draw().items()}
     segments_bs = torch.tensor([[0] * 4 + [1] * 5] * 3)
     compiled, eager = leaves(tensors), leaves(tensors)
-    got = run(torch.compile(selective_scan, fullgraph=True), compiled, segments_bs=segments_bs)
-    want = run(selective_scan, eager, segments_bs=segments_bs)
+    got = run(torch.compile(selective_scan, fullgraph=True), compiled, segments_bs=segments_bs, backend=backend)
+    want = run(selective_scan, eager, segments_bs=segments_bs, backend=backend)
     check(1e-6, got, want)
     heads = {name: torch.randn_like(t) for name, t in want.items()}
     check(1e-6, gradients(got, heads, compiled), gradients(want, heads, eager))
 
 
-def test_exports_as_one_operator():
+@both
+def test_exports_as_one_operator(backend):
     class Scan(torch.nn.Module):
         def forward(self, x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr):
-            return selective_scan(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr)
+            return selective_scan(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, backend=backend)
 
-    tensors = draw(state=False)
+    tensors = cast(draw(state=False), backend)
     length = torch.export.Dim("length", min=2)
     dynamic = {name: None if name == "a_ir" else {1: length} for name in tensors}
     exported = torch.export.export(Scan(), (), kwargs=tensors, dynamic_shapes=dynamic)
     called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
-    assert called.count(torch.ops.mambakit.selective_scan.default) == 1
-    longer = draw(state=False, s=21)
+    operator = torch.ops.mambakit.selective_scan.default if backend == "torch" else selective_scan_cpu
+    assert called.count(operator) == 1
+    longer = cast(draw(state=False, s=21), backend)
     got, want = exported.module()(**longer), selective_scan_loop(**longer)
-    check(1e-10, dict(zip("ys", got, strict=True)), dict(zip("ys", want, strict=True)))
+    check(VALUES[backend], dict(zip("ys", got, strict=True)), dict(zip("ys", want, strict=True)))

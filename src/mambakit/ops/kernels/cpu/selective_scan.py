@@ -22,9 +22,7 @@ NFLOATS = 9
 """The inputs that have gradients come first."""
 
 LIBRARY.define(f"selective_scan_cpu({INPUTS}) -> (Tensor, Tensor)")
-LIBRARY.define(f"selective_scan_cpu_backward(Tensor dy_bsi, Tensor d_last_bir, {INPUTS}, bool[] needs) -> Tensor[]")
 selective_scan_cpu = torch.ops.mambakit.selective_scan_cpu.default
-selective_scan_cpu_backward = torch.ops.mambakit.selective_scan_cpu_backward.default
 
 
 class PerToken(ctypes.Structure):
@@ -56,10 +54,7 @@ class ScanGradients(ctypes.Structure):
 
     _fields_ = (
         ("dy", PerToken),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("d_last", "x", "dt", "z", "a", "b", "c", "state", "skip", "dt_bias")
-        ),
+        *((name, ctypes.c_void_p) for name in ("d_last", "x", "dt", "z", "a", "b", "c", "state", "skip", "dt_bias")),
     )
 
 
@@ -151,7 +146,14 @@ def backward(dy_bsi: Tensor, d_last_bir: Tensor, *inputs_and_needs: Any) -> list
 
 
 LIBRARY.impl("selective_scan_cpu", forward, "CPU")
-LIBRARY.impl("selective_scan_cpu_backward", backward, "CPU")
+# A custom_op, because that raises by itself when asked for a second derivative.
+selective_scan_cpu_backward = torch.library.custom_op(
+    "mambakit::selective_scan_cpu_backward",
+    backward,
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor dy_bsi, Tensor d_last_bir, {INPUTS}, bool[] needs) -> Tensor[]",
+)
 
 
 @torch.library.register_fake("mambakit::selective_scan_cpu", lib=LIBRARY)
@@ -159,7 +161,7 @@ def _(x_bsi, dt_bsi, a_ir, *rest):
     return x_bsi.new_empty(x_bsi.shape), x_bsi.new_empty(x_bsi.shape[0], *a_ir.shape)
 
 
-@torch.library.register_fake("mambakit::selective_scan_cpu_backward", lib=LIBRARY)
+@selective_scan_cpu_backward.register_fake
 def _(dy_bsi, d_last_bir, *inputs_and_needs):
     *inputs, needs = inputs_and_needs
     pairs = zip(inputs[:NFLOATS], needs, strict=True)
@@ -177,6 +179,4 @@ def differentiate(ctx: Any, dy_bsi: Tensor, d_last_bir: Tensor) -> tuple[Tensor 
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None
 
 
-torch.library.register_autograd(
-    "mambakit::selective_scan_cpu", differentiate, setup_context=save_inputs, lib=LIBRARY
-)
+torch.library.register_autograd("mambakit::selective_scan_cpu", differentiate, setup_context=save_inputs, lib=LIBRARY)
