@@ -104,7 +104,6 @@ def test_bitwise_equal_from_run_to_run_and_for_any_number_of_threads(seed):
 
 def test_projections_are_read_where_they_lie():
     """Slices along channels are not copied: no allocation but those of the results."""
-    tensors, options = draw(5)
     wide_bsX = torch.randn(2, 40, 96)
     x_bsi, z_bsi = wide_bsX.chunk(2, dim=-1)
     tensors = {"x_bsi": x_bsi, "z_bsi": z_bsi, "dt_bsi": torch.rand(2, 40, 48), "a_ir": -torch.rand(48, 4)}

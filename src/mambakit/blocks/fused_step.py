@@ -15,7 +15,12 @@ from mambakit.ops.ssd_path import SsdPath
 
 
 def mamba1(
-    block: Any, projected_bsX: Tensor, cache: Any, segments_bs: Tensor | None, lengths_b: Tensor | None
+    block: Any,
+    projected_bsX: Tensor,
+    cache: Any,
+    path: SsdPath | None,
+    segments_bs: Tensor | None,
+    lengths_b: Tensor | None,
 ) -> tuple[Tensor, Any] | None:
     if projected_bsX.shape[1] != 1 or segments_bs is not None or lengths_b is not None:
         return None
@@ -24,7 +29,7 @@ def mamba1(
         return None
     projected_bX = projected_bsX[:, 0]
     tensors = (projected_bX, *cache, conv.weight, conv.bias, block.A_log, block.D)
-    if not step.can_fuse("auto", tensors, block.parameters()):
+    if not step.can_fuse(SsdPath.of(path).backend, tensors, block.parameters()):
         return None
     x_bi, window_bik = step.mamba1_step_conv(projected_bX, cache.conv_bik, conv.weight, conv.bias)
     dt_b_c_bX = block.x_proj(x_bi[:, None])

@@ -128,7 +128,7 @@ class Mamba1(rows.Block[Mamba1Cache]):
             raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
         r = self.config.state_rank
         projected_bsX = self.in_proj(x_bsd)
-        if fused := fused_step.mamba1(self, projected_bsX, cache, segments_bs, lengths_b):
+        if fused := fused_step.mamba1(self, projected_bsX, cache, path, segments_bs, lengths_b):
             return fused
         x_bsi, z_bsi = projected_bsX.chunk(2, dim=-1)
         x_bsi, window_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, segments_bs, lengths_b)

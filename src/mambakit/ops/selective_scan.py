@@ -68,15 +68,15 @@ def selective_scan(
     fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
     if use_kernels(backend, *named.values()):
         floats = (None if tensor is None else tensor.float() for tensor in named.values())
-        y_bsi, state_bir = selective_scan_cpu(*floats, fresh_bs, dt_softplus)
-        return y_bsi.to(x_bsi.dtype), state_bir
+        y_bsi, last_bir = selective_scan_cpu(*floats, fresh_bs, dt_softplus)
+        return y_bsi.to(x_bsi.dtype), last_bir
     if dt_bias_i is not None:
         dt_bsi = dt_bsi.to(torch.promote_types(dt_bsi.dtype, torch.float32)) + dt_bias_i
     dt_bsi = softplus(dt_bsi) if dt_softplus else dt_bsi
-    y_bsi, state_bir = scan_plainly(x_bsi, dt_bsi, a_ir.to(dtype), b_bsgr, c_bsgr, state_bir, fresh_bs)
+    y_bsi, last_bir = scan_plainly(x_bsi, dt_bsi, a_ir.to(dtype), b_bsgr, c_bsgr, state_bir, fresh_bs)
     y_bsi = y_bsi if skip_i is None else (y_bsi + skip_i * x_bsi).to(x_bsi.dtype)
     y_bsi = y_bsi if z_bsi is None else (y_bsi * F.silu(z_bsi)).to(x_bsi.dtype)
-    return y_bsi, state_bir
+    return y_bsi, last_bir
 
 
 def scan_plainly(

@@ -67,35 +67,6 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def forward(
-    x_bsi: Tensor,
-    dt_bsi: Tensor,
-    a_ir: Tensor,
-    b_bsgr: Tensor,
-    c_bsgr: Tensor,
-    state_bir: Tensor | None,
-    skip_i: Tensor | None,
-    z_bsi: Tensor | None,
-    dt_bias_i: Tensor | None,
-    fresh_bs: Tensor | None,
-    dt_softplus: bool,
-) -> tuple[Tensor, Tensor]:
-    rows, tokens, width = x_bsi.shape
-    groups, rank = b_bsgr.shape[2:]
-    y_bsi, last_bir = x_bsi.new_empty(x_bsi.shape), x_bsi.new_empty(rows, width, rank)
-    # `kept` holds on to copies while the kernel reads them.
-    scan, kept = describe(
-        x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, skip_i, z_bsi, dt_bias_i, fresh_bs, dt_softplus
-    )
-    # No result of the forward depends on how channels are shared out: give every thread some.
-    threads = torch.get_num_threads()
-    while scan.part_channels > 16 and rows * groups * -(-scan.channels // scan.part_channels) < threads:
-        scan.part_channels //= 2
-    kernel("selective_scan", "ppp")(ctypes.addressof(scan), pointer(y_bsi), pointer(last_bir))
-    del kept
-    return y_bsi, last_bir
-
-
 def describe(
     x_bsi: Tensor,
     dt_bsi: Tensor,
@@ -118,10 +89,24 @@ def describe(
     return Scan(*sizes, *map(PerToken.of, per_token), *map(pointer, others)), [per_token, others]
 
 
+def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x_bsi, _, a_ir, *_ = inputs
+    y_bsi, last_bir = x_bsi.new_empty(x_bsi.shape), x_bsi.new_empty(len(x_bsi), *a_ir.shape)
+    # `kept` holds on to copies while the kernel reads them.
+    scan, kept = describe(*inputs)
+    # No result of the forward depends on how channels are shared out: give every thread some.
+    threads = torch.get_num_threads()
+    while scan.part_channels > 16 and scan.rows * scan.groups * -(-scan.channels // scan.part_channels) < threads:
+        scan.part_channels //= 2
+    kernel("selective_scan", "ppp")(ctypes.addressof(scan), pointer(y_bsi), pointer(last_bir))
+    del kept
+    return y_bsi, last_bir
+
+
 def backward(dy_bsi: Tensor, d_last_bir: Tensor, *inputs_and_needs: Any) -> list[Tensor]:
     """The gradients of the float inputs, empty where `needs` says no."""
     *inputs, needs = inputs_and_needs
-    x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, skip_i, z_bsi, dt_bias_i = inputs[:NFLOATS]
+    x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, *_ = inputs
     scan, kept = describe(*inputs)
     parts = -(-scan.channels // PART_CHANNELS)
     rows = (scan.rows,)
@@ -130,7 +115,7 @@ def backward(dy_bsi: Tensor, d_last_bir: Tensor, *inputs_and_needs: Any) -> list
         **{"b": (parts, *b_bsgr.shape), "c": (parts, *c_bsgr.shape), "state": rows + a_ir.shape},
         **{"skip": x_bsi.shape[::2], "z": x_bsi.shape, "dt_bias": x_bsi.shape[::2]},
     }
-    wanted = {name: need for name, need in zip(shapes, needs, strict=True)}
+    wanted = dict(zip(shapes, needs, strict=True))
     grads = {name: x_bsi.new_empty(shape if wanted[name] else 0) for name, shape in shapes.items()}
     dy, d_last = along_channels(dy_bsi), d_last_bir.contiguous()
     order = ("x", "dt", "z", "a", "b", "c", "state", "skip", "dt_bias")
