@@ -15,7 +15,7 @@ CSRC := src/mambakit/ops/kernels/cpu/csrc
 KERNELS := src/mambakit/ops/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test check lint format bench kernels clean
+.PHONY: demo test check lint format bench kernels sanitize fuzz clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -39,6 +39,28 @@ kernels: .venv/.ok $(KERNELS)
 
 $(KERNELS): setup.py $(wildcard $(CSRC)/*)
 	$(PY) setup.py -q build_ext --inplace
+
+# The kernels once more with checks of every address and of undefined behaviour, and all tests that reach them.
+# Python itself is not built with the checker, hence the preloading; leaks would be those of the interpreter.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZED := build/sanitized/kernels.so
+OVER_KERNELS := MAMBAKIT_KERNELS=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)"
+
+sanitize: .venv/.ok $(SANITIZED)
+	$(OVER_KERNELS) $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py
+	$(OVER_KERNELS) $(PY) -m pytest -n auto --maxprocesses 8 -k cpu tests/test_agreement.py tests/test_gradients.py
+
+$(SANITIZED): $(patsubst %,build/sanitized/%.o,library plain avx2 avx512)
+	$(CXX) -shared $(SANITIZE) $^ -o $@
+
+build/sanitized/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++17 -O1 -g -fno-omit-frame-pointer $(SANITIZE) -fPIC -fvisibility=hidden -c $< -o $@
+
+# Each kernel on 2,000 random shapes instead of 200.
+fuzz: .venv/.ok kernels
+	MAMBAKIT_FUZZ=2000 $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py
 
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd
