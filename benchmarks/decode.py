@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import interleaved, median, peak_bytes, progress, table, write_json
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig, quantize, stream
+from mambakit.ops.backend import auto_means
 from mambakit.ops.kernels.cpu.library import kernel, why_missing
 from mambakit.quantization import quantization_report, weight_bytes
 
@@ -78,7 +79,7 @@ def matvecs(model: LanguageModel) -> Callable[[], Any]:
     inputs = {linear.in_features: torch.randn(1, linear.in_features) for linear in linears}
 
     def run() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), auto_means("torch"):
             for linear in linears:
                 linear(inputs[linear.in_features])
 
