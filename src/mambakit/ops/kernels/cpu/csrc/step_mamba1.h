@@ -91,7 +91,7 @@ MK_EXPORT(mamba1_step_scan)(
     const Mamba1Step s = {channels, r, 0, nullptr, nullptr, A_log, nullptr, D};
     const int64_t blocks = (channels + W - 1) / W;  // threads share whole vectors
     // An entry with its two exponentials costs several of the other families'.
-    step_parallel(batch, blocks, 8 * W * r, [&](int64_t row, int64_t begin, int64_t end) {
+    step_parallel(batch, blocks, 3 * W * r, [&](int64_t row, int64_t begin, int64_t end) {
         const float* b = dt_b_c + row * (dt_rank + 2 * r) + dt_rank;
         int64_t last = end * W < channels ? end * W : channels, state = row * channels * r;
         mamba1_step_scan(s, projected + row * 2 * channels, x + row * channels, dt + row * channels, b, b + r,
