@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tracking.add_argument("--task", nargs="+", metavar="TASK", help=f"of {', '.join(TASKS)}; default: all of them")
     tracking.add_argument("--variant", nargs="+", metavar="MODEL", help=f"of {', '.join(VARIANTS)}; default: all")
     tracking.add_argument("--steps", type=int, help="training steps instead of each task's own")
-    tracking.add_argument("--seeds", type=int, nargs="+", help="tried in order until one has learned its lengths")
+    tracking.add_argument("--seeds", type=int, nargs="+", help="tried in order until one has learned the task")
     tracking.add_argument("--sequences", type=int, help="to measure on, at each length (default: 1024)")
     digits = kinds.add_parser(
         "digits",

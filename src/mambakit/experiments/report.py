@@ -74,8 +74,8 @@ def table(rows: Sequence[Row]) -> Any:
             task.title,
             VARIANTS[row["variant"]].title,
             "" if paper is None else f"{paper:.1f}",
-            f"{test_score(row):.1f} at {task.test_length}",
-            f"{row['train_score']:.1f} at {task.lengths[2]}",
+            f"{score_at(row, task.test_length):.1f} at {task.test_length}",
+            f"{score_at(row, task.lengths[2]):.1f} at {task.lengths[2]}",
             str(row["recipe"]["steps"]),
             ", ".join(f"({seed})" if seed != row["seed"] else f"{seed}" for seed, _ in row["tried"]),
             f"{row['cpu_seconds'] / 60:.1f}",
@@ -84,8 +84,8 @@ def table(rows: Sequence[Row]) -> Any:
     return made
 
 
-def test_score(row: Row) -> float:
-    return {int(length): score for length, score in row["scores"].items()}[TASKS[row["task"]].test_length]
+def score_at(row: Row, length: int) -> float:
+    return {int(known): score for known, score in row["scores"].items()}[length]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -14,33 +13,30 @@ from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config, Token
 from mambakit.experiments.tasks import Task
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.layer import BlockConfig
-from mambakit.ops.rotation import rotate_all, running_angle
 from mambakit.ops.ssd_path import SsdPath
 
 STATE_RANK, PER_HEAD_DIM = 64, 32
 
 
-def turn_by_place(
-    config: Mamba3Config, token: Token, carried: Tensor, segments_bs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Mamba3.rotate` with the same angles at every token, whatever the token says: rotary position embedding.
+def fix_frequencies(block: Mamba3) -> None:
+    """Let the block turn by the same angles at every token, whatever the token says: rotary position embedding.
 
     Pair `q` turns by `10000 ** (-q / pairs)`.
     """
+    config = block.config
     pairs = config.rope_dim // 2
-    frequency_a = 10000 ** (-torch.arange(pairs, dtype=torch.float64, device=token.dt_bsh.device) / pairs)
-    # What `running_angle` makes into this angle at a step size of one.
-    rot_a = torch.atanh(frequency_a / math.pi).to(token.rot_bsR.dtype)
-    rot_bsa = rot_a.expand(*token.dt_bsh.shape[:2], pairs)
-    angle_bsha, last = running_angle(rot_bsa, torch.ones_like(token.dt_bsh), 1.0, carried, segments_bs=segments_bs)
-    b_bsmhr, c_bsmhr = rotate_all((token.b_bsmhr, token.c_bsmhr), angle_bsha, config.pairing)
-    return b_bsmhr.to(token.x_bshp.dtype), c_bsmhr.to(token.x_bshp.dtype), last
+    frequency_a = 10000 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    # What a step size of one makes into these angles.
+    rot_a = torch.atanh(frequency_a / (config.rotation_range * math.pi))
 
+    def rotate(
+        token: Token, carried: Tensor, segments_bs: Tensor | None, backend: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rot_bsR = rot_a.to(token.rot_bsR).expand_as(token.rot_bsR)
+        told = token._replace(rot_bsR=rot_bsR, dt_bsh=torch.ones_like(token.dt_bsh))
+        return Mamba3.rotate(block, told, carried, segments_bs, backend)
 
-def fix_frequencies(block: Mamba3) -> None:
-    block.rotate = partial(turn_by_place, block.config)
-
-    # Fused kernels turn by what the tokens say, without asking `rotate`.
+    # A step in fused kernels would not ask `rotate`.
     def run(
         x_bsd: Tensor,
         cache: Mamba3Cache,
@@ -51,7 +47,7 @@ def fix_frequencies(block: Mamba3) -> None:
         path = replace(SsdPath.of(path), backend="torch")
         return Mamba3.run(block, x_bsd, cache, path, segments_bs, lengths_b)
 
-    block.run = run
+    block.rotate, block.run = rotate, run
 
 
 @dataclass(frozen=True, kw_only=True)
