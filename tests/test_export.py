@@ -37,7 +37,7 @@ def _plain_empty():
 
 def make_model(name: str) -> mk.LanguageModel:
     torch.manual_seed(0)
-    return mk.LanguageModel(mk.ModelConfig(block=CONFIGS[name], n_layer=2, vocab_size=40)).eval()
+    return mk.LanguageModel(mk.ModelConfig(block=CONFIGS[name], n_layer=1, vocab_size=40)).eval()
 
 
 def eager(model, ids, state=None):

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.models.language_model import LanguageModel
+from mambakit.ops.backend import auto_means
 from mambakit.ops.decompositions import DECOMPOSITIONS
-from mambakit.ops.ssd_path import SsdPath
 
 Program = torch.export.ExportedProgram
-# Fused kernels are for this machine; a program is for any. The scans stay single operators.
-PORTABLE = SsdPath(backend="torch")
 
 
 class WithState(nn.Module):
@@ -31,7 +29,7 @@ class WithState(nn.Module):
 
     def forward(self, ids: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         ids_bs = ids[:, None] if self.one_token else ids
-        logits_bsw, cache = self.model(ids_bs, filled(self.outline, state), path=PORTABLE)
+        logits_bsw, cache = self.model(ids_bs, filled(self.outline, state))
         return logits_bsw[:, 0] if self.one_token else logits_bsw, *flat(cache)
 
 
@@ -128,7 +126,8 @@ def _export(model: LanguageModel, ids: Tensor, *, one_token: bool) -> Program:
     state = fresh_state(model, len(ids))
     ids = ids.to(state[0].device)
     batch = torch.export.Dim("batch", min=1)
-    with torch.no_grad():
+    # Fused kernels are for this machine; a program is for any.
+    with torch.no_grad(), auto_means("torch"):
         return torch.export.export(
             WithState(model, one_token).eval(),
             (ids, *state),
