@@ -175,8 +175,10 @@ def around_scan(path: SsdPath) -> str:
 
 def is_plain(module: nn.Module, kind: type[Module]) -> TypeGuard[Module]:
     """Whether calling `module` does what `kind` says and no more: no adapter around it, nothing hooked into it."""
+    if type(module) is not kind:
+        return False
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is kind and not any(hooks) and "forward" not in vars(module)
+    return not any(hooks) and "forward" not in vars(module)
 
 
 def last_token(x_bsX: Tensor, before_bX: Tensor, lengths_b: Tensor | None) -> Tensor:
