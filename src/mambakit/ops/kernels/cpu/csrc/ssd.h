@@ -194,19 +194,34 @@ static void copy_padded(const float* from, int64_t n, float* to, int64_t width) 
     for (; i < width; i += W) store(to + i, i < n ? load_part(from + i, n - i) : vf{});
 }
 
-// The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, padded to `width`.
+// Asks for n numbers that will be read soon. They need not exist.
+MK_INLINE void prefetch(const float* base, int64_t offset, int64_t n) {
+    uintptr_t at = (uintptr_t)base + (uintptr_t)offset * sizeof(float);
+    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch((const void*)(at + (uintptr_t)i * sizeof(float)), 0, 2);
+}
+
+// The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, padded to `width`. The rows that will be
+// asked for next lie `ahead` of these.
 static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t blocks, int64_t index, int64_t n,
-                        float* to, int64_t width) {
+                        float* to, int64_t width, int64_t ahead) {
     for (int64_t l = 0; l < c.len; l++) {
         const float* token = from.at(c.batch, c.start + l) + index * n;
-        for (int64_t rank = 0; rank < m; rank++, to += width) copy_padded(token + rank * blocks * n, n, to, width);
+        for (int64_t rank = 0; rank < m; rank++, to += width) {
+            const float* row = token + rank * blocks * n;
+            prefetch(row, ahead, n);
+            copy_padded(row, n, to, width);
+        }
     }
 }
 
-// The other way: q rows of n numbers to where a tensor has them.
-static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, float* to, int64_t ld) {
+// The other way: q rows of n numbers to where a tensor has them, or added to what it has.
+static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, float* to, int64_t ld, bool add) {
     for (int64_t i = 0; i < q; i++)
-        for (int64_t j = 0; j < n; j += W) store_part(to + i * ld + j, load(from + i * width + j), n - j);
+        for (int64_t j = 0; j < n; j += W) {
+            float* here = to + i * ld + j;
+            vf x = load(from + i * width + j);
+            store_part(here, add ? x + load_part(here, n - j) : x, n - j);
+        }
 }
 
 // to = diag(factor) from, for q rows.
@@ -223,6 +238,12 @@ static void advance(const Arguments& x, const Chunk& c, const Decays& d, const f
         for (int64_t j = 0; j < x.P(); j += W) store(weighed + i * x.P() + j, weight * load(v + i * x.P() + j));
     }
     pass_chunk(x, c.q, b, weighed, d.over, from, to);
+}
+
+// From the rows of one head to those visited next: the next head's, and after the last one the first head's of the next
+// chunk, `step` tokens on.
+static int64_t rows_ahead(const Sequence& rows, int64_t width, int64_t head, int64_t first, int64_t last, int64_t step) {
+    return head + 1 < last ? width : (first - head) * width + step * rows.token_stride;
 }
 
 // Calls task(batch, group, first head, one after the last, range) for `ranges` about equal ranges of all heads of all

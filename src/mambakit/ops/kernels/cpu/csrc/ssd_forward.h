@@ -67,17 +67,18 @@ static void read(const Arguments& x, int64_t q, const float* c, const float* sta
     });
 }
 
-static void forward_chunk(const Arguments& x, int64_t head, ForwardBuffers& at, float* state, float* y_bsmhp) {
+static void forward_chunk(const Arguments& x, int64_t head, int64_t ahead, ForwardBuffers& at, float* state,
+                          float* y_bsmhp) {
     const Chunk& c = at.chunk;
     int64_t P = x.P();
-    gather_rows(x.v_bsmhp, c, x.m, x.h, head, x.p, at.v, P);
+    gather_rows(x.v_bsmhp, c, x.m, x.h, head, x.p, at.v, P, ahead);
     find_decays(x, c, head, at.decays);
     mix(x, c, at.decays, at.product, at.mixed);
     float* y = y_bsmhp + ((c.batch * x.s + c.start) * x.m * x.h + head) * x.p;
     int64_t ldy = x.h * x.p;
     bool whole = x.p == P;
     read(x, c.q, at.c, state, at.decays.from_start, at.mixed, at.v, whole ? y : at.y, whole ? ldy : P);
-    if (!whole) scatter_rows(at.y, P, c.q, x.p, y, ldy);
+    if (!whole) scatter_rows(at.y, P, c.q, x.p, y, ldy, false);
     advance(x, c, at.decays, at.b, at.v, at.weighed, state, state);
 }
 
@@ -91,12 +92,13 @@ static void forward_heads(const Arguments& x, int64_t batch, int64_t group, int6
     for (int64_t n = 0; n < x.chunks(); n++) {
         cut(x, batch, n, at.chunk);
         int64_t q = at.chunk.q;
-        gather_rows(x.b_bsmgr, at.chunk, x.m, x.g, group, x.r, at.b, R);
-        gather_rows(x.c_bsmgr, at.chunk, x.m, x.g, group, x.r, at.c, R);
+        gather_rows(x.b_bsmgr, at.chunk, x.m, x.g, group, x.r, at.b, R, x.chunk_len * x.b_bsmgr.token_stride);
+        gather_rows(x.c_bsmgr, at.chunk, x.m, x.g, group, x.r, at.c, R, x.chunk_len * x.c_bsmgr.token_stride);
         transpose(at.b, R, q, x.r, at.b_t, Q, round_up(q, W));
         lower_product(q, x.m, at.c, R, at.b_t, Q, x.r, at.product, Q);
         for (int64_t head = first; head < last; head++)
-            forward_chunk(x, head, at, at.states + (head - first) * one, y_bsmhp);
+            forward_chunk(x, head, rows_ahead(x.v_bsmhp, x.p, head, first, last, x.chunk_len), at,
+                          at.states + (head - first) * one, y_bsmhp);
     }
     for (int64_t head = first; head < last; head++)
         transpose(at.states + (head - first) * one, P, x.r, x.p, last_bhpr + (batch * x.h + head) * x.p * x.r, x.r, x.r);
