@@ -240,28 +240,53 @@ static void advance(const Arguments& x, const Chunk& c, const Decays& d, const f
     pass_chunk(x, c.q, b, weighed, d.over, from, to);
 }
 
-// From the rows of one head to those visited next: the next head's, and after the last one the first head's of the next
-// chunk, `step` tokens on.
-static int64_t rows_ahead(const Sequence& rows, int64_t width, int64_t head, int64_t first, int64_t last, int64_t step) {
-    return head + 1 < last ? width : (first - head) * width + step * rows.token_stride;
+// From the rows of one head (or group) to those visited next: the next one's, and after the last one the first one's of
+// the next chunk, `step` tokens on.
+static int64_t rows_ahead(const Sequence& rows, int64_t width, int64_t at, int64_t first, int64_t last, int64_t step) {
+    return at + 1 < last ? width : (first - at) * width + step * rows.token_stride;
 }
 
-// Calls task(batch, group, first head, one after the last, range) for `ranges` about equal ranges of all heads of all
-// rows of the batch, cut where a group ends.
+// Neighbouring heads of one row of the batch, of one group or of several.
+struct Heads {
+    int64_t batch, first, last;
+
+    int64_t count() const { return last - first; }
+};
+
+// f(group, its first head here, one after its last here)
+template <class F>
+MK_INLINE void for_groups(const Arguments& x, const Heads& heads, const F& f) {
+    int64_t per_group = x.h / x.g;
+    for (int64_t at = heads.first; at < heads.last;) {
+        int64_t end = smaller(heads.last, (at / per_group + 1) * per_group);
+        f(at / per_group, at, end);
+        at = end;
+    }
+}
+
+// task(heads, range) for `ranges` about equal ranges of all heads of all rows of the batch, cut where a row ends.
 template <class Task>
 static void for_head_ranges(const Arguments& x, int64_t ranges, const Task& task) {
-    int64_t per_group = x.h / x.g, heads = x.b * x.h;
+    int64_t all = x.b * x.h;
     parallel(ranges, [&](int64_t first, int64_t last) {
-        for (int64_t range = first; range < last; range++) {
-            int64_t at = heads * range / ranges, end = heads * (range + 1) / ranges;
-            while (at < end) {
-                int64_t group_end = smaller(end, (at / per_group + 1) * per_group);
-                int64_t batch = at / x.h, head = at % x.h;
-                task(batch, head / per_group, head, head + group_end - at, range);
-                at = group_end;
+        for (int64_t range = first; range < last; range++)
+            for (int64_t at = all * range / ranges, end = all * (range + 1) / ranges; at < end;) {
+                int64_t batch = at / x.h, stop = smaller(end, (batch + 1) * x.h);
+                task(Heads{batch, at - batch * x.h, stop - batch * x.h}, range);
+                at = stop;
             }
-        }
     });
+}
+
+static void gather_side(const Arguments& x, const Sequence& from, const Chunk& c, int64_t group, const Heads& heads,
+                        int64_t step, float* to) {
+    int64_t per_group = x.h / x.g, first = heads.first / per_group, last = (heads.last - 1) / per_group + 1;
+    gather_rows(from, c, x.m, x.g, group, x.r, to, x.R(), rows_ahead(from, x.r, group, first, last, step));
+}
+
+static void gather_values(const Arguments& x, const Sequence& from, const Chunk& c, int64_t head, const Heads& heads,
+                          int64_t step, float* to) {
+    gather_rows(from, c, x.m, x.h, head, x.p, to, x.P(), rows_ahead(from, x.p, head, heads.first, heads.last, step));
 }
 
 }  // namespace ssd

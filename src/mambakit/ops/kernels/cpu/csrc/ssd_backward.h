@@ -1,7 +1,7 @@
 // The SSD core backwards, from its inputs alone; docs/math.md, "The recalculated backward".
 //
-// A thread takes a few heads of a group through the sequence at a time. It recomputes the states that enter the chunks
-// and then visits the chunks last to first, so that c . b and its gradient are there for all of these heads at once. Of a
+// A thread takes a few heads through the sequence at a time. It recomputes the states that enter the chunks and then
+// visits the chunks last to first, so that c . b and its gradient are there for all of these heads of a group at once. Of a
 // long sequence it keeps the states for one stretch of chunks, the last first, and recomputes them from that before it.
 #pragma once
 
@@ -197,15 +197,13 @@ static void tokens_backward(const Arguments& x, const Chunk& c, const Decays& d,
 }
 
 // One chunk of one head: `state` entered it, d_state comes in for the state that left it and goes out for `state`.
-static void backward_chunk(const Arguments& x, const Gradients& grads, int64_t head, int64_t first, int64_t last,
+static void backward_chunk(const Arguments& x, const Gradients& grads, int64_t head, const Heads& heads,
                            BackwardBuffers& at, const float* state, float* d_state) {
     const Chunk& c = at.chunk;
     Decays& d = at.decays;
     int64_t P = x.P(), Q = x.Q(), width = round_up(c.q, W);
-    gather_rows(x.v_bsmhp, c, x.m, x.h, head, x.p, at.v, P,
-                rows_ahead(x.v_bsmhp, x.p, head, first, last, -x.chunk_len));
-    gather_rows(grads.d_y_bsmhp, c, x.m, x.h, head, x.p, at.d_y, P,
-                rows_ahead(grads.d_y_bsmhp, x.p, head, first, last, -x.chunk_len));
+    gather_values(x, x.v_bsmhp, c, head, heads, -x.chunk_len, at.v);
+    gather_values(x, grads.d_y_bsmhp, c, head, heads, -x.chunk_len, at.d_y);
     transpose(at.v, P, c.q, x.p, at.v_t, Q, width);
     transpose(at.d_y, P, c.q, x.p, at.d_y_t, Q, width);
     find_decays(x, c, head, d);
@@ -231,11 +229,11 @@ static void backward_chunk(const Arguments& x, const Gradients& grads, int64_t h
 }
 
 // B and C of a chunk and what the heads of their group share; their gradients start at zero.
-static void begin_sides(const Arguments& x, int64_t group, BackwardBuffers& at) {
+static void begin_sides(const Arguments& x, int64_t group, const Heads& heads, BackwardBuffers& at) {
     const Chunk& c = at.chunk;
     int64_t Q = x.Q(), R = x.R(), width = round_up(c.q, W);
-    gather_rows(x.b_bsmgr, c, x.m, x.g, group, x.r, at.b, R, -x.chunk_len * x.b_bsmgr.token_stride);
-    gather_rows(x.c_bsmgr, c, x.m, x.g, group, x.r, at.c, R, -x.chunk_len * x.c_bsmgr.token_stride);
+    gather_side(x, x.b_bsmgr, c, group, heads, -x.chunk_len, at.b);
+    gather_side(x, x.c_bsmgr, c, group, heads, -x.chunk_len, at.c);
     transpose(at.b, R, c.q, x.r, at.b_t, Q, width);
     transpose(at.c, R, c.q, x.r, at.c_t, Q, width);
     lower_product(c.q, x.m, at.c, R, at.b_t, Q, x.r, at.product, Q);
@@ -272,53 +270,72 @@ static void finish_sides(const Arguments& x, BackwardBuffers& at, const Sides& s
     scatter_rows(d_c, R, c.q, x.r, sides.d_c + c.start * m * sides.ld, sides.ld, sides.add);
 }
 
-// The states of heads [first, last) over chunk n.
-static void advance_heads(const Arguments& x, int64_t batch, int64_t group, int64_t first, int64_t last, int64_t n,
-                          BackwardBuffers& at, const float* from, float* to) {
+// The states of all heads over chunk n.
+static void advance_heads(const Arguments& x, const Heads& heads, int64_t n, BackwardBuffers& at, const float* from,
+                          float* to) {
     const Chunk& c = at.chunk;
     int64_t one = x.r * x.P();
-    cut(x, batch, n, at.chunk);
-    gather_rows(x.b_bsmgr, c, x.m, x.g, group, x.r, at.b, x.R(), x.chunk_len * x.b_bsmgr.token_stride);
-    for (int64_t head = first; head < last; head++, from += one, to += one) {
-        gather_rows(x.v_bsmhp, c, x.m, x.h, head, x.p, at.v, x.P(),
-                    rows_ahead(x.v_bsmhp, x.p, head, first, last, x.chunk_len));
-        find_decays(x, c, head, at.decays);
-        advance(x, c, at.decays, at.b, at.v, at.weighed, from, to);
-    }
+    cut(x, heads.batch, n, at.chunk);
+    for_groups(x, heads, [&](int64_t group, int64_t first, int64_t last) {
+        gather_side(x, x.b_bsmgr, c, group, heads, x.chunk_len, at.b);
+        for (int64_t head = first; head < last; head++) {
+            gather_values(x, x.v_bsmhp, c, head, heads, x.chunk_len, at.v);
+            find_decays(x, c, head, at.decays);
+            int64_t here = (head - heads.first) * one;
+            advance(x, c, at.decays, at.b, at.v, at.weighed, from + here, to + here);
+        }
+    });
 }
 
-static void backward_heads(const Arguments& x, const Gradients& grads, int64_t batch, int64_t group, int64_t first,
-                           int64_t last, const Sides& sides) {
+// Where the gradients of a group's B and C go, for heads from `first` on. The heads of a range that begins inside a
+// group leave theirs in the range's share.
+static Sides find_sides(const Arguments& x, const Gradients& grads, int64_t batch, int64_t group, int64_t first,
+                        const Heads& whole, int64_t range) {
+    int64_t rows = x.s * x.m, group_first = group * (x.h / x.g);
+    bool add = first > group_first && first > whole.first;
+    if (whole.first <= group_first) {
+        int64_t here = (batch * rows * x.g + group) * x.r;
+        return {grads.d_b_bsmgr + here, grads.d_c_bsmgr + here, x.g * x.r, add};
+    }
+    float* share = grads.shares + (range - 1) * 2 * rows * x.r;
+    return {share, share + rows * x.r, x.r, add};
+}
+
+// `heads` are some of the `whole` ones that the range has in this row of the batch.
+static void backward_heads(const Arguments& x, const Gradients& grads, const Heads& heads, const Heads& whole,
+                           int64_t range) {
     BackwardBuffers at;
-    at.lay_out(x, last - first, scratch<0>(at.lay_out(x, last - first, nullptr)));
-    int64_t P = x.P(), one = x.r * P, heads = last - first, all = heads * one;
-    for (int64_t k = 0; k < heads; k++) {
-        int64_t state = (batch * x.h + first + k) * x.p * x.r;
-        transpose(x.state_bhpr + state, x.r, x.p, x.r, at.kept + k * one, P, P);
-        transpose(grads.d_last_bhpr + state, x.r, x.p, x.r, at.d_states + k * one, P, P);
+    at.lay_out(x, heads.count(), scratch<0>(at.lay_out(x, heads.count(), nullptr)));
+    int64_t P = x.P(), one = x.r * P, all = heads.count() * one, begin = (heads.batch * x.h + heads.first) * x.p * x.r;
+    for (int64_t k = 0; k < heads.count(); k++) {
+        transpose(x.state_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.kept + k * one, P, P);
+        transpose(grads.d_last_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.d_states + k * one, P, P);
     }
     for (int64_t n = 0; n < (at.stretches - 1) * at.stretch; n++) {
         float* to = at.kept + (n / at.stretch + 1) * all;
-        advance_heads(x, batch, group, first, last, n, at, n % at.stretch ? to : to - all, to);
+        advance_heads(x, heads, n, at, n % at.stretch ? to : to - all, to);
     }
     for (int64_t k = at.stretches - 1; k >= 0; k--) {
-        int64_t begin = k * at.stretch, end = smaller(begin + at.stretch, x.chunks());
+        int64_t start = k * at.stretch, stop = smaller(start + at.stretch, x.chunks());
         memcpy(at.states, at.kept + k * all, all * sizeof(float));
-        for (int64_t n = begin; n < end - 1; n++) {
-            float* entering = at.states + (n - begin) * all;
-            advance_heads(x, batch, group, first, last, n, at, entering, entering + all);
+        for (int64_t n = start; n < stop - 1; n++) {
+            float* entering = at.states + (n - start) * all;
+            advance_heads(x, heads, n, at, entering, entering + all);
         }
-        for (int64_t n = end - 1; n >= begin; n--) {
-            cut(x, batch, n, at.chunk);
-            begin_sides(x, group, at);
-            for (int64_t i = 0; i < heads; i++)
-                backward_chunk(x, grads, first + i, first, last, at, at.states + (n - begin) * all + i * one,
-                               at.d_states + i * one);
-            finish_sides(x, at, sides);
+        for (int64_t n = stop - 1; n >= start; n--) {
+            cut(x, heads.batch, n, at.chunk);
+            for_groups(x, heads, [&](int64_t group, int64_t first, int64_t last) {
+                begin_sides(x, group, heads, at);
+                for (int64_t head = first; head < last; head++) {
+                    int64_t here = (head - heads.first) * one;
+                    backward_chunk(x, grads, head, heads, at, at.states + (n - start) * all + here, at.d_states + here);
+                }
+                finish_sides(x, at, find_sides(x, grads, heads.batch, group, first, whole, range));
+            });
         }
     }
-    for (int64_t k = 0; k < heads; k++)
-        transpose(at.d_states + k * one, P, x.r, x.p, grads.d_state_bhpr + (batch * x.h + first + k) * x.p * x.r, x.r, x.r);
+    for (int64_t k = 0; k < heads.count(); k++)
+        transpose(at.d_states + k * one, P, x.r, x.p, grads.d_state_bhpr + begin + k * x.p * x.r, x.r, x.r);
 }
 
 // Adds what the ranges that began inside a group found for it.
@@ -346,18 +363,11 @@ MK_EXPORT(ssd_backward)(const void* arguments, const void* gradients) {
     using namespace MK_ISA::ssd;
     const Arguments& x = *(const Arguments*)arguments;
     const Gradients& grads = *(const Gradients*)gradients;
-    int64_t per_group = x.h / x.g, rows = x.s * x.m;
-    for_head_ranges(x, grads.ranges, [&](int64_t batch, int64_t group, int64_t first, int64_t last, int64_t range) {
-        Sides sides;
-        if (first % per_group == 0) {
-            int64_t here = (batch * rows * x.g + group) * x.r;
-            sides = {grads.d_b_bsmgr + here, grads.d_c_bsmgr + here, x.g * x.r, false};
-        } else {
-            float* share = grads.shares + (range - 1) * 2 * rows * x.r;
-            sides = {share, share + rows * x.r, x.r, false};
+    for_head_ranges(x, grads.ranges, [&](const Heads& whole, int64_t range) {
+        for (int64_t head = whole.first; head < whole.last; head += HEADS_AT_ONCE) {
+            Heads heads{whole.batch, head, MK_ISA::smaller(head + HEADS_AT_ONCE, whole.last)};
+            backward_heads(x, grads, heads, whole, range);
         }
-        for (int64_t head = first; head < last; head += HEADS_AT_ONCE, sides.add = true)
-            backward_heads(x, grads, batch, group, head, MK_ISA::smaller(head + HEADS_AT_ONCE, last), sides);
     });
     add_shares(x, grads);
 }
