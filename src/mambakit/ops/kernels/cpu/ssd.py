@@ -10,13 +10,10 @@ from torch import Tensor
 
 from mambakit.ops.kernels.cpu.library import kernel, pointer
 
-# Rows (tokens times ranks) of a chunk when the caller gives no length; see docs/algorithms.md, "The cpu backend".
-CHUNK_ROWS = 64
-
-
-def default_chunk_len(rank: int) -> int:
-    """Tokens per chunk: the ranks of a token are rows of the same products, so several take as many fewer tokens."""
-    return max(CHUNK_ROWS // max(rank, 1), 1)
+# Rows (tokens times ranks) of a chunk when the caller gives no length; see docs/algorithms.md, "The cpu backend". The
+# backward keeps a state per chunk for a while, so it takes longer ones.
+FORWARD_ROWS = 32
+BACKWARD_ROWS = 64
 
 
 class _Sequence(ctypes.Structure):
@@ -52,10 +49,15 @@ class _Gradients(ctypes.Structure):
     ]
 
 
+def tokens_of(rows: int, v_bsmhp: Tensor) -> int:
+    """The ranks of a token are rows of the same products, so with several of them a chunk has as many fewer tokens."""
+    return max(rows // max(v_bsmhp.shape[2], 1), 1)
+
+
 def _in_place(tensor: Tensor) -> Tensor:
     """In float32 with contiguous inner axes: as it is if it may be, so that views of a projection are not copied."""
     tensor = tensor.to(torch.float32)
-    return tensor if tensor[0, 0].is_contiguous() else tensor.contiguous()
+    return tensor if tensor.numel() == 0 or tensor[0, 0].is_contiguous() else tensor.contiguous()
 
 
 class _Call:
@@ -68,7 +70,7 @@ class _Call:
         b, s, m, h, p = sequence[0].shape
         g, r = sequence[1].shape[3:]
         self.arguments = _Arguments(
-            *(b, s, m, h, p, g, r, min(chunk_len or default_chunk_len(m), s)),
+            *(b, s, m, h, p, g, r, min(chunk_len, s)),
             *map(_Sequence.of, self.sequence),
             pointer(self.segments_bs),
             pointer(self.state_bhpr),
@@ -92,6 +94,7 @@ def ssd_cpu(
     chunk_len: int,
 ) -> tuple[Tensor, Tensor]:
     """`ssd` for a non-empty sequence. `chunk_len` 0 leaves the choice to the kernel."""
+    chunk_len = chunk_len or tokens_of(FORWARD_ROWS, v_bsmhp)
     call = _Call((v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh), state_bhpr, segments_bs, chunk_len)
     y_bsmhp = torch.empty(v_bsmhp.shape, dtype=torch.float32)
     last_bhpr = torch.empty(state_bhpr.shape, dtype=torch.float32)
@@ -115,7 +118,7 @@ def ssd_cpu_backward(
 ) -> list[Tensor]:
     """Gradients of the seven tensors of `ssd_cpu`, in its order."""
     inputs = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr)
-    call = _Call(inputs[:6], state_bhpr, segments_bs, chunk_len)
+    call = _Call(inputs[:6], state_bhpr, segments_bs, chunk_len or tokens_of(BACKWARD_ROWS, v_bsmhp))
     grads = [torch.empty(tensor.shape, dtype=torch.float32) for tensor in inputs]
     d_y_bsmhp, d_last_bhpr = _in_place(d_y_bsmhp), d_last_bhpr.to(torch.float32).contiguous()
     shares = _shares(b_bsmgr, da_bsh)

@@ -40,45 +40,43 @@ MK_INLINE void column_tiles(int64_t vectors, const F& f) {
     if (j < vectors) f(Count<1>(), j);
 }
 
+// Loops over a tile have to vanish, or the tile would lie in memory instead of registers.
+#define MK_UNROLLED _Pragma("GCC unroll 8") for
+#define MK_MEMBER inline __attribute__((always_inline))
+
 template <int M, int N>
 struct Tile {
     vf at[M][N];
 
-    inline __attribute__((always_inline)) void clear() {
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) at[i][j] = vf{};
+    MK_MEMBER void clear() {
+        MK_UNROLLED(int i = 0; i < M; i++) MK_UNROLLED(int j = 0; j < N; j++) at[i][j] = vf{};
     }
 
     // += a b over `count` terms. The left factor's element (i, k) is a[i * lda + k], transposed a[k * lda + i].
     template <bool transposed>
-    inline __attribute__((always_inline)) void add_product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t count) {
+    MK_MEMBER void add_product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t count) {
         for (int64_t k = 0; k < count; k++) {
             vf right[N];
-#pragma GCC unroll 8
-            for (int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * W);
-#pragma GCC unroll 8
-            for (int i = 0; i < M; i++) {
+            MK_UNROLLED(int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * W);
+            MK_UNROLLED(int i = 0; i < M; i++) {
                 vf left = splat(transposed ? a[k * lda + i] : a[i * lda + k]);
-#pragma GCC unroll 8
-                for (int j = 0; j < N; j++) at[i][j] += left * right[j];
+                MK_UNROLLED(int j = 0; j < N; j++) at[i][j] += left * right[j];
             }
         }
     }
 
-    inline __attribute__((always_inline)) void scale_rows(const float* by) {
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) at[i][j] *= splat(by[i]);
-    }
-
-    inline __attribute__((always_inline)) void store_to(float* to, int64_t ld) const {
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) store(to + i * ld + j * W, at[i][j]);
+    MK_MEMBER void scale_rows(const float* by) {
+        MK_UNROLLED(int i = 0; i < M; i++) MK_UNROLLED(int j = 0; j < N; j++) at[i][j] *= splat(by[i]);
     }
 
     // += scale * from
-    inline __attribute__((always_inline)) void add_scaled(float scale, const float* from, int64_t ld) {
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) at[i][j] += splat(scale) * load(from + i * ld + j * W);
+    MK_MEMBER void add_scaled(float scale, const float* from, int64_t ld) {
+        MK_UNROLLED(int i = 0; i < M; i++)
+            MK_UNROLLED(int j = 0; j < N; j++) at[i][j] += splat(scale) * load(from + i * ld + j * W);
+    }
+
+    MK_MEMBER void store_to(float* to, int64_t ld) const {
+        MK_UNROLLED(int i = 0; i < M; i++) MK_UNROLLED(int j = 0; j < N; j++) store(to + i * ld + j * W, at[i][j]);
     }
 };
 

@@ -194,19 +194,34 @@ static void copy_padded(const float* from, int64_t n, float* to, int64_t width) 
     for (; i < width; i += W) store(to + i, i < n ? load_part(from + i, n - i) : vf{});
 }
 
-// The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, padded to `width`.
+// Asks for n numbers that will be read soon. They need not exist.
+MK_INLINE void prefetch(const float* base, int64_t offset, int64_t n) {
+    uintptr_t at = (uintptr_t)base + (uintptr_t)offset * sizeof(float);
+    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch((const void*)(at + (uintptr_t)i * sizeof(float)), 0, 2);
+}
+
+// The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, padded to `width`. The rows that will be
+// asked for next lie `ahead` of these.
 static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t blocks, int64_t index, int64_t n,
-                        float* to, int64_t width) {
+                        float* to, int64_t width, int64_t ahead) {
     for (int64_t l = 0; l < c.len; l++) {
         const float* token = from.at(c.batch, c.start + l) + index * n;
-        for (int64_t rank = 0; rank < m; rank++, to += width) copy_padded(token + rank * blocks * n, n, to, width);
+        for (int64_t rank = 0; rank < m; rank++, to += width) {
+            const float* row = token + rank * blocks * n;
+            prefetch(row, ahead, n);
+            copy_padded(row, n, to, width);
+        }
     }
 }
 
-// The other way: q rows of n numbers to where a tensor has them.
-static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, float* to, int64_t ld) {
+// The other way: q rows of n numbers to where a tensor has them, or added to what it has.
+static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, float* to, int64_t ld, bool add) {
     for (int64_t i = 0; i < q; i++)
-        for (int64_t j = 0; j < n; j += W) store_part(to + i * ld + j, load(from + i * width + j), n - j);
+        for (int64_t j = 0; j < n; j += W) {
+            float* here = to + i * ld + j;
+            vf x = load(from + i * width + j);
+            store_part(here, add ? x + load_part(here, n - j) : x, n - j);
+        }
 }
 
 // to = diag(factor) from, for q rows.
@@ -225,22 +240,53 @@ static void advance(const Arguments& x, const Chunk& c, const Decays& d, const f
     pass_chunk(x, c.q, b, weighed, d.over, from, to);
 }
 
-// Calls task(batch, group, first head, one after the last, range) for `ranges` about equal ranges of all heads of all
-// rows of the batch, cut where a group ends.
+// From the rows of one head (or group) to those visited next: the next one's, and after the last one the first one's of
+// the next chunk, `step` tokens on.
+static int64_t rows_ahead(const Sequence& rows, int64_t width, int64_t at, int64_t first, int64_t last, int64_t step) {
+    return at + 1 < last ? width : (first - at) * width + step * rows.token_stride;
+}
+
+// Neighbouring heads of one row of the batch, of one group or of several.
+struct Heads {
+    int64_t batch, first, last;
+
+    int64_t count() const { return last - first; }
+};
+
+// f(group, its first head here, one after its last here)
+template <class F>
+MK_INLINE void for_groups(const Arguments& x, const Heads& heads, const F& f) {
+    int64_t per_group = x.h / x.g;
+    for (int64_t at = heads.first; at < heads.last;) {
+        int64_t end = smaller(heads.last, (at / per_group + 1) * per_group);
+        f(at / per_group, at, end);
+        at = end;
+    }
+}
+
+// task(heads, range) for `ranges` about equal ranges of all heads of all rows of the batch, cut where a row ends.
 template <class Task>
 static void for_head_ranges(const Arguments& x, int64_t ranges, const Task& task) {
-    int64_t per_group = x.h / x.g, heads = x.b * x.h;
+    int64_t all = x.b * x.h;
     parallel(ranges, [&](int64_t first, int64_t last) {
-        for (int64_t range = first; range < last; range++) {
-            int64_t at = heads * range / ranges, end = heads * (range + 1) / ranges;
-            while (at < end) {
-                int64_t group_end = smaller(end, (at / per_group + 1) * per_group);
-                int64_t batch = at / x.h, head = at % x.h;
-                task(batch, head / per_group, head, head + group_end - at, range);
-                at = group_end;
+        for (int64_t range = first; range < last; range++)
+            for (int64_t at = all * range / ranges, end = all * (range + 1) / ranges; at < end;) {
+                int64_t batch = at / x.h, stop = smaller(end, (batch + 1) * x.h);
+                task(Heads{batch, at - batch * x.h, stop - batch * x.h}, range);
+                at = stop;
             }
-        }
     });
+}
+
+static void gather_side(const Arguments& x, const Sequence& from, const Chunk& c, int64_t group, const Heads& heads,
+                        int64_t step, float* to) {
+    int64_t per_group = x.h / x.g, first = heads.first / per_group, last = (heads.last - 1) / per_group + 1;
+    gather_rows(from, c, x.m, x.g, group, x.r, to, x.R(), rows_ahead(from, x.r, group, first, last, step));
+}
+
+static void gather_values(const Arguments& x, const Sequence& from, const Chunk& c, int64_t head, const Heads& heads,
+                          int64_t step, float* to) {
+    gather_rows(from, c, x.m, x.h, head, x.p, to, x.P(), rows_ahead(from, x.p, head, heads.first, heads.last, step));
 }
 
 }  // namespace ssd

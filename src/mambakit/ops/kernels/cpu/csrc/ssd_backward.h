@@ -1,8 +1,8 @@
 // The SSD core backwards, from its inputs alone; docs/math.md, "The recalculated backward".
 //
-// A thread takes some heads of a group through the sequence, a stretch of chunks at a time, last stretch first. Within a
-// stretch it recomputes the states that enter the chunks, for one head at a time, and visits them last to first. What
-// the heads of a group share, c . b and its gradient, is held for one stretch.
+// A thread takes a few heads through the sequence at a time. It recomputes the states that enter the chunks and then
+// visits the chunks last to first, so that c . b and its gradient are there for all of these heads of a group at once. Of a
+// long sequence it keeps the states for one stretch of chunks, the last first, and recomputes them from that before it.
 #pragma once
 
 #include "ssd.h"
@@ -20,7 +20,9 @@ struct Gradients {
     float* shares;
 };
 
-// Rows of a stretch: states of one head are kept for as many, and one state per head for every further stretch.
+// Heads that are taken through the sequence together, and the most rows for which their states are kept: what bounds the
+// memory of a thread.
+constexpr int64_t HEADS_AT_ONCE = 4;
 constexpr int64_t STRETCH_ROWS = 2048;
 
 struct BackwardBuffers {
@@ -31,11 +33,11 @@ struct BackwardBuffers {
     float *v, *d_y, *v_t, *d_y_t;         // q x P, P x Q
     float *weighed, *d_v;                 // q x P
     float *mixed, *d_mixed;               // q x Q
+    float *product, *d_product;           // q x Q: c . b
+    float *d_b_t, *d_c_t;                 // R x Q
     float *d_start, *d_weight, *d_later;  // Q: gradients of from_start, of to_end w_later, of decayed w_later
     double* d_da;                         // of one chunk
-    float *product, *d_product;           // stretch x q x Q
-    float *d_b_t, *d_c_t;                 // stretch x r x Q
-    float* states;                        // stretch x r x P: entering each chunk of a head
+    float* states;                        // stretch x heads x r x P: entering each chunk
     float* kept;                          // stretches x heads x r x P: entering each stretch
     float* d_states;                      // heads x r x P
 
@@ -59,27 +61,35 @@ struct BackwardBuffers {
         d_v = arena.floats(q * P);
         mixed = arena.floats(q * Q);
         d_mixed = arena.floats(q * Q);
+        product = arena.floats(q * Q);
+        d_product = arena.floats(q * Q);
+        d_b_t = arena.floats(R * Q);
+        d_c_t = arena.floats(R * Q);
         d_start = arena.floats(Q);
         d_weight = arena.floats(Q);
         d_later = arena.floats(Q);
         d_da = arena.doubles(x.chunk_len);
-        product = arena.floats(stretch * q * Q);
-        d_product = arena.floats(stretch * q * Q);
-        d_b_t = arena.floats(stretch * x.r * Q);
-        d_c_t = arena.floats(stretch * x.r * Q);
-        states = arena.floats(stretch * one);
+        states = arena.floats(stretch * heads * one);
         kept = arena.floats(stretches * heads * one);
         d_states = arena.floats(heads * one);
         return arena.used;
     }
 };
 
+// Where the gradients of B and C go, and whether other heads have been there before.
+struct Sides {
+    float *d_b, *d_c;
+    int64_t ld;
+    bool add;
+};
+
 static void fill_zero(float* x, int64_t n) { memset(x, 0, n * sizeof(float)); }
 
 // From d_mixed = d_y . v: mixed for the gradient of v, and the gradients of c . b (added), of w_now, of w_later as far as
 // the chunk itself reads it (d_later, per row), and of the log-decays between its pairs.
-static void weigh_pairs(const Arguments& x, const Chunk& c, const Decays& d, const float* product, float* d_product,
-                        BackwardBuffers& at, float* d_w_now) {
+static void weigh_pairs(const Arguments& x, const Chunk& c, const Decays& d, BackwardBuffers& at, float* d_w_now) {
+    const float* product = at.product;
+    float* d_product = at.d_product;
     int64_t Q = x.Q(), m = x.m, width = round_up(c.q, W);
     fill_zero(at.d_later, Q);
     // From the last token up: when token k is reached, d_later holds the pairs whose reader is k or later, and those of
@@ -126,10 +136,10 @@ static void side_backward(const Arguments& x, int64_t q, const float* state, con
             Tile<M, N> tile;
             tile.clear();
             tile.template add_product<false>(state + i * P, P, right_t + j * W, Q, x.p);
-            for (int k = 0; k < N; k++) {
+            MK_UNROLLED(int k = 0; k < N; k++) {
                 int64_t column = (j + k) * W;
                 vf factor = load(scale + column), total = load(d_scale + column);
-                for (int a = 0; a < M; a++) {
+                MK_UNROLLED(int a = 0; a < M; a++) {
                     int64_t here = (i + a) * Q + column;
                     total += tile.at[a][k] * load(side_t + here);
                     store(d_side_t + here, load(d_side_t + here) + factor * tile.at[a][k]);
@@ -187,130 +197,145 @@ static void tokens_backward(const Arguments& x, const Chunk& c, const Decays& d,
 }
 
 // One chunk of one head: `state` entered it, d_state comes in for the state that left it and goes out for `state`.
-static void backward_chunk(const Arguments& x, const Gradients& grads, int64_t group, int64_t head, int64_t i,
+static void backward_chunk(const Arguments& x, const Gradients& grads, int64_t head, const Heads& heads,
                            BackwardBuffers& at, const float* state, float* d_state) {
     const Chunk& c = at.chunk;
-    int64_t P = x.P(), Q = x.Q(), R = x.R(), q = x.rows(), width = round_up(c.q, W);
     Decays& d = at.decays;
-    gather_rows(x.b_bsmgr, c, x.m, x.g, group, x.r, at.b, R);
-    gather_rows(x.c_bsmgr, c, x.m, x.g, group, x.r, at.c, R);
-    gather_rows(x.v_bsmhp, c, x.m, x.h, head, x.p, at.v, P);
-    gather_rows(grads.d_y_bsmhp, c, x.m, x.h, head, x.p, at.d_y, P);
-    transpose(at.b, R, c.q, x.r, at.b_t, Q, width);
-    transpose(at.c, R, c.q, x.r, at.c_t, Q, width);
+    int64_t P = x.P(), Q = x.Q(), width = round_up(c.q, W);
+    gather_values(x, x.v_bsmhp, c, head, heads, -x.chunk_len, at.v);
+    gather_values(x, grads.d_y_bsmhp, c, head, heads, -x.chunk_len, at.d_y);
     transpose(at.v, P, c.q, x.p, at.v_t, Q, width);
     transpose(at.d_y, P, c.q, x.p, at.d_y_t, Q, width);
     find_decays(x, c, head, d);
 
     int64_t tokens = c.batch * x.s * x.h + head;
     lower_product(c.q, x.m, at.d_y, P, at.v_t, Q, x.p, at.d_mixed, Q);
-    weigh_pairs(x, c, d, at.product + i * q * Q, at.d_product + i * q * Q, at, grads.d_w_now_bsh + tokens);
+    weigh_pairs(x, c, d, at, grads.d_w_now_bsh + tokens);
 
-    side_backward(x, c.q, state, at.d_y_t, at.c_t, d.from_start, at.d_c_t + i * x.r * Q, at.d_start);
+    side_backward(x, c.q, state, at.d_y_t, at.c_t, d.from_start, at.d_c_t, at.d_start);
     float* weight = d.sum_high;  // not needed any more
     for (int64_t k = 0; k < width; k++) weight[k] = d.to_end[k] * d.w_later[k];
-    side_backward(x, c.q, d_state, at.v_t, at.b_t, weight, at.d_b_t + i * x.r * Q, at.d_weight);
+    side_backward(x, c.q, d_state, at.v_t, at.b_t, weight, at.d_b_t, at.d_weight);
     double d_carry = d.over * inner_product(state, d_state, x.r * P);
     tokens_backward(x, c, d, at, d_carry, grads.d_da_bsh + tokens, grads.d_w_later_bsh + tokens);
 
     float* d_v = grads.d_v_bsmhp + ((c.batch * x.s + c.start) * x.m * x.h + head) * x.p;
     bool whole = x.p == P;
     values_backward(x, c.q, at.b, d_state, weight, at.mixed, at.d_y, whole ? d_v : at.d_v, whole ? x.h * x.p : P);
-    if (!whole) scatter_rows(at.d_v, P, c.q, x.p, d_v, x.h * x.p);
+    if (!whole) scatter_rows(at.d_v, P, c.q, x.p, d_v, x.h * x.p, false);
 
     scale_rows(at.d_y, d.from_start, c.q, P, at.weighed);
     pass_chunk(x, c.q, at.c, at.weighed, d.over, d_state, d_state);
 }
 
-// The gradients of B and C in one chunk, from what the heads have added up: d_c = d_product b, d_b = d_product^T c, and
-// the parts of the states.
-static void sides_backward(const Arguments& x, int64_t group, int64_t i, BackwardBuffers& at, float* d_b, float* d_c,
-                           int64_t ld) {
+// B and C of a chunk and what the heads of their group share; their gradients start at zero.
+static void begin_sides(const Arguments& x, int64_t group, const Heads& heads, BackwardBuffers& at) {
+    const Chunk& c = at.chunk;
+    int64_t Q = x.Q(), R = x.R(), width = round_up(c.q, W);
+    gather_side(x, x.b_bsmgr, c, group, heads, -x.chunk_len, at.b);
+    gather_side(x, x.c_bsmgr, c, group, heads, -x.chunk_len, at.c);
+    transpose(at.b, R, c.q, x.r, at.b_t, Q, width);
+    transpose(at.c, R, c.q, x.r, at.c_t, Q, width);
+    lower_product(c.q, x.m, at.c, R, at.b_t, Q, x.r, at.product, Q);
+    fill_zero(at.d_product, c.q * Q);
+    fill_zero(at.d_b_t, x.r * Q);
+    fill_zero(at.d_c_t, x.r * Q);
+}
+
+// The gradients of B and C from what the heads have added up: d_c = d_product b, d_b = d_product^T c, and the parts of
+// the states.
+static void finish_sides(const Arguments& x, BackwardBuffers& at, const Sides& sides) {
     const Chunk& c = at.chunk;
     int64_t Q = x.Q(), R = x.R(), m = x.m;
-    gather_rows(x.b_bsmgr, c, m, x.g, group, x.r, at.b, R);
-    gather_rows(x.c_bsmgr, c, m, x.g, group, x.r, at.c, R);
-    const float* d_product = at.d_product + i * x.rows() * Q;
-    // In the buffers of the transposed sides, which are large enough and not in use: R x Q.
-    float *d_b_rows = at.b_t, *d_c_rows = at.c_t;
-    transpose(at.d_b_t + i * x.r * Q, Q, x.r, c.q, d_b_rows, R, R);
-    transpose(at.d_c_t + i * x.r * Q, Q, x.r, c.q, d_c_rows, R, R);
+    // The transposed sides are not needed any more, and their R x Q numbers are room enough.
+    float *d_b = at.b_t, *d_c = at.c_t;
+    transpose(at.d_b_t, Q, x.r, c.q, d_b, R, R);
+    transpose(at.d_c_t, Q, x.r, c.q, d_c, R, R);
     column_tiles(R / W, [&](auto columns, int64_t j) {
         row_tiles(c.q, [&](auto rows, int64_t k) {
             constexpr int M = decltype(rows)::value;
             Tile<M, decltype(columns)::value> tile;
             tile.clear();
-            tile.template add_product<false>(d_product + k * Q, Q, at.b + j * W, R, reach(k + M - 1, m));
-            tile.add_scaled(1.0f, d_c_rows + k * R + j * W, R);
-            tile.store_to(d_c_rows + k * R + j * W, R);
-            int64_t reader = k / m * m;
+            tile.template add_product<false>(at.d_product + k * Q, Q, at.b + j * W, R, reach(k + M - 1, m));
+            tile.add_scaled(1.0f, d_c + k * R + j * W, R);
+            tile.store_to(d_c + k * R + j * W, R);
+            int64_t reader = k / m * m;  // no earlier one reads these rows
             tile.clear();
-            tile.template add_product<true>(d_product + reader * Q + k, Q, at.c + reader * R + j * W, R, c.q - reader);
-            tile.add_scaled(1.0f, d_b_rows + k * R + j * W, R);
-            tile.store_to(d_b_rows + k * R + j * W, R);
+            tile.template add_product<true>(at.d_product + reader * Q + k, Q, at.c + reader * R + j * W, R, c.q - reader);
+            tile.add_scaled(1.0f, d_b + k * R + j * W, R);
+            tile.store_to(d_b + k * R + j * W, R);
         });
     });
-    scatter_rows(d_b_rows, R, c.q, x.r, d_b + c.start * m * ld, ld);
-    scatter_rows(d_c_rows, R, c.q, x.r, d_c + c.start * m * ld, ld);
+    scatter_rows(d_b, R, c.q, x.r, sides.d_b + c.start * m * sides.ld, sides.ld, sides.add);
+    scatter_rows(d_c, R, c.q, x.r, sides.d_c + c.start * m * sides.ld, sides.ld, sides.add);
 }
 
-// States entering chunks [begin, end) of one head, from the first of them.
-static void recompute_states(const Arguments& x, int64_t batch, int64_t group, int64_t head, int64_t begin, int64_t end,
-                             BackwardBuffers& at, const float* entering, float* states, int64_t apart) {
-    const float* from = entering;
-    for (int64_t n = begin; n < end; n++) {
-        cut(x, batch, n, at.chunk);
-        gather_rows(x.b_bsmgr, at.chunk, x.m, x.g, group, x.r, at.b, x.R());
-        gather_rows(x.v_bsmhp, at.chunk, x.m, x.h, head, x.p, at.v, x.P());
-        find_decays(x, at.chunk, head, at.decays);
-        float* to = states + (n - begin) * apart;
-        advance(x, at.chunk, at.decays, at.b, at.v, at.weighed, from, to);
-        from = to;
+// The states of all heads over chunk n.
+static void advance_heads(const Arguments& x, const Heads& heads, int64_t n, BackwardBuffers& at, const float* from,
+                          float* to) {
+    const Chunk& c = at.chunk;
+    int64_t one = x.r * x.P();
+    cut(x, heads.batch, n, at.chunk);
+    for_groups(x, heads, [&](int64_t group, int64_t first, int64_t last) {
+        gather_side(x, x.b_bsmgr, c, group, heads, x.chunk_len, at.b);
+        for (int64_t head = first; head < last; head++) {
+            gather_values(x, x.v_bsmhp, c, head, heads, x.chunk_len, at.v);
+            find_decays(x, c, head, at.decays);
+            int64_t here = (head - heads.first) * one;
+            advance(x, c, at.decays, at.b, at.v, at.weighed, from + here, to + here);
+        }
+    });
+}
+
+// Where the gradients of a group's B and C go, for heads from `first` on. The heads of a range that begins inside a
+// group leave theirs in the range's share.
+static Sides find_sides(const Arguments& x, const Gradients& grads, int64_t batch, int64_t group, int64_t first,
+                        const Heads& whole, int64_t range) {
+    int64_t rows = x.s * x.m, group_first = group * (x.h / x.g);
+    bool add = first > group_first && first > whole.first;
+    if (whole.first <= group_first) {
+        int64_t here = (batch * rows * x.g + group) * x.r;
+        return {grads.d_b_bsmgr + here, grads.d_c_bsmgr + here, x.g * x.r, add};
     }
+    float* share = grads.shares + (range - 1) * 2 * rows * x.r;
+    return {share, share + rows * x.r, x.r, add};
 }
 
-static void backward_heads(const Arguments& x, const Gradients& grads, int64_t batch, int64_t group, int64_t first,
-                           int64_t last, float* d_b, float* d_c, int64_t ld) {
+// `heads` are some of the `whole` ones that the range has in this row of the batch.
+static void backward_heads(const Arguments& x, const Gradients& grads, const Heads& heads, const Heads& whole,
+                           int64_t range) {
     BackwardBuffers at;
-    at.lay_out(x, last - first, scratch<0>(at.lay_out(x, last - first, nullptr)));
-    int64_t P = x.P(), Q = x.Q(), R = x.R(), q = x.rows(), one = x.r * P, heads = last - first, chunks = x.chunks();
-    for (int64_t k = 0; k < heads; k++) {
-        int64_t state = (batch * x.h + first + k) * x.p * x.r;
-        transpose(x.state_bhpr + state, x.r, x.p, x.r, at.kept + k * one, P, P);
-        transpose(grads.d_last_bhpr + state, x.r, x.p, x.r, at.d_states + k * one, P, P);
-        // Every stretch's last state is the first of the next.
-        for (int64_t n = 1; n < at.stretches; n++)
-            recompute_states(x, batch, group, first + k, (n - 1) * at.stretch, n * at.stretch, at,
-                             at.kept + ((n - 1) * heads + k) * one, at.kept + (n * heads + k) * one, 0);
+    at.lay_out(x, heads.count(), scratch<0>(at.lay_out(x, heads.count(), nullptr)));
+    int64_t P = x.P(), one = x.r * P, all = heads.count() * one, begin = (heads.batch * x.h + heads.first) * x.p * x.r;
+    for (int64_t k = 0; k < heads.count(); k++) {
+        transpose(x.state_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.kept + k * one, P, P);
+        transpose(grads.d_last_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.d_states + k * one, P, P);
     }
-    for (int64_t n = at.stretches - 1; n >= 0; n--) {
-        int64_t begin = n * at.stretch, end = smaller(begin + at.stretch, chunks);
-        fill_zero(at.d_product, at.stretch * q * Q);
-        fill_zero(at.d_b_t, at.stretch * x.r * Q);
-        fill_zero(at.d_c_t, at.stretch * x.r * Q);
-        for (int64_t i = 0; i < end - begin; i++) {
-            cut(x, batch, begin + i, at.chunk);
-            gather_rows(x.b_bsmgr, at.chunk, x.m, x.g, group, x.r, at.b, R);
-            gather_rows(x.c_bsmgr, at.chunk, x.m, x.g, group, x.r, at.c, R);
-            transpose(at.b, R, at.chunk.q, x.r, at.b_t, Q, round_up(at.chunk.q, W));
-            lower_product(at.chunk.q, x.m, at.c, R, at.b_t, Q, x.r, at.product + i * q * Q, Q);
+    for (int64_t n = 0; n < (at.stretches - 1) * at.stretch; n++) {
+        float* to = at.kept + (n / at.stretch + 1) * all;
+        advance_heads(x, heads, n, at, n % at.stretch ? to : to - all, to);
+    }
+    for (int64_t k = at.stretches - 1; k >= 0; k--) {
+        int64_t start = k * at.stretch, stop = smaller(start + at.stretch, x.chunks());
+        memcpy(at.states, at.kept + k * all, all * sizeof(float));
+        for (int64_t n = start; n < stop - 1; n++) {
+            float* entering = at.states + (n - start) * all;
+            advance_heads(x, heads, n, at, entering, entering + all);
         }
-        for (int64_t k = 0; k < heads; k++) {
-            const float* entering = at.kept + (n * heads + k) * one;
-            recompute_states(x, batch, group, first + k, begin, end - 1, at, entering, at.states + one, one);
-            for (int64_t i = end - begin - 1; i >= 0; i--) {
-                cut(x, batch, begin + i, at.chunk);
-                backward_chunk(x, grads, group, first + k, i, at, i ? at.states + i * one : entering,
-                               at.d_states + k * one);
-            }
-        }
-        for (int64_t i = 0; i < end - begin; i++) {
-            cut(x, batch, begin + i, at.chunk);
-            sides_backward(x, group, i, at, d_b, d_c, ld);
+        for (int64_t n = stop - 1; n >= start; n--) {
+            cut(x, heads.batch, n, at.chunk);
+            for_groups(x, heads, [&](int64_t group, int64_t first, int64_t last) {
+                begin_sides(x, group, heads, at);
+                for (int64_t head = first; head < last; head++) {
+                    int64_t here = (head - heads.first) * one;
+                    backward_chunk(x, grads, head, heads, at, at.states + (n - start) * all + here, at.d_states + here);
+                }
+                finish_sides(x, at, find_sides(x, grads, heads.batch, group, first, whole, range));
+            });
         }
     }
-    for (int64_t k = 0; k < heads; k++)
-        transpose(at.d_states + k * one, P, x.r, x.p, grads.d_state_bhpr + (batch * x.h + first + k) * x.p * x.r, x.r, x.r);
+    for (int64_t k = 0; k < heads.count(); k++)
+        transpose(at.d_states + k * one, P, x.r, x.p, grads.d_state_bhpr + begin + k * x.p * x.r, x.r, x.r);
 }
 
 // Adds what the ranges that began inside a group found for it.
@@ -338,14 +363,10 @@ MK_EXPORT(ssd_backward)(const void* arguments, const void* gradients) {
     using namespace MK_ISA::ssd;
     const Arguments& x = *(const Arguments*)arguments;
     const Gradients& grads = *(const Gradients*)gradients;
-    int64_t per_group = x.h / x.g, rows = x.s * x.m;
-    for_head_ranges(x, grads.ranges, [&](int64_t batch, int64_t group, int64_t first, int64_t last, int64_t range) {
-        if (first % per_group == 0) {
-            int64_t here = (batch * rows * x.g + group) * x.r;
-            backward_heads(x, grads, batch, group, first, last, grads.d_b_bsmgr + here, grads.d_c_bsmgr + here, x.g * x.r);
-        } else {
-            float* share = grads.shares + (range - 1) * 2 * rows * x.r;
-            backward_heads(x, grads, batch, group, first, last, share, share + rows * x.r, x.r);
+    for_head_ranges(x, grads.ranges, [&](const Heads& whole, int64_t range) {
+        for (int64_t head = whole.first; head < whole.last; head += HEADS_AT_ONCE) {
+            Heads heads{whole.batch, head, MK_ISA::smaller(head + HEADS_AT_ONCE, whole.last)};
+            backward_heads(x, grads, heads, whole, range);
         }
     });
     add_shares(x, grads);

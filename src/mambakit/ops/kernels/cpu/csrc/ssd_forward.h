@@ -1,5 +1,5 @@
-// The SSD core forwards: chunk by chunk, all heads of a group that a thread has beside each other, so that c . b is
-// formed once for them. Their states stay in the cache.
+// The SSD core forwards: chunk by chunk, all heads that a thread has beside each other. c . b is formed once for those of
+// a group, neighbours in memory are read one after the other, and the states stay in the cache.
 #pragma once
 
 #include "ssd.h"
@@ -67,39 +67,41 @@ static void read(const Arguments& x, int64_t q, const float* c, const float* sta
     });
 }
 
-static void forward_chunk(const Arguments& x, int64_t head, ForwardBuffers& at, float* state, float* y_bsmhp) {
+static void forward_chunk(const Arguments& x, int64_t head, const Heads& heads, ForwardBuffers& at, float* state,
+                          float* y_bsmhp) {
     const Chunk& c = at.chunk;
     int64_t P = x.P();
-    gather_rows(x.v_bsmhp, c, x.m, x.h, head, x.p, at.v, P);
+    gather_values(x, x.v_bsmhp, c, head, heads, x.chunk_len, at.v);
     find_decays(x, c, head, at.decays);
     mix(x, c, at.decays, at.product, at.mixed);
     float* y = y_bsmhp + ((c.batch * x.s + c.start) * x.m * x.h + head) * x.p;
     int64_t ldy = x.h * x.p;
     bool whole = x.p == P;
     read(x, c.q, at.c, state, at.decays.from_start, at.mixed, at.v, whole ? y : at.y, whole ? ldy : P);
-    if (!whole) scatter_rows(at.y, P, c.q, x.p, y, ldy);
+    if (!whole) scatter_rows(at.y, P, c.q, x.p, y, ldy, false);
     advance(x, c, at.decays, at.b, at.v, at.weighed, state, state);
 }
 
-static void forward_heads(const Arguments& x, int64_t batch, int64_t group, int64_t first, int64_t last, float* y_bsmhp,
-                          float* last_bhpr) {
+static void forward_heads(const Arguments& x, const Heads& heads, float* y_bsmhp, float* last_bhpr) {
     ForwardBuffers at;
-    at.lay_out(x, last - first, scratch<0>(at.lay_out(x, last - first, nullptr)));
-    int64_t P = x.P(), R = x.R(), Q = x.Q(), one = x.r * P;
-    for (int64_t head = first; head < last; head++)
-        transpose(x.state_bhpr + (batch * x.h + head) * x.p * x.r, x.r, x.p, x.r, at.states + (head - first) * one, P, P);
+    at.lay_out(x, heads.count(), scratch<0>(at.lay_out(x, heads.count(), nullptr)));
+    int64_t P = x.P(), R = x.R(), Q = x.Q(), one = x.r * P, begin = (heads.batch * x.h + heads.first) * x.p * x.r;
+    for (int64_t k = 0; k < heads.count(); k++)
+        transpose(x.state_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.states + k * one, P, P);
     for (int64_t n = 0; n < x.chunks(); n++) {
-        cut(x, batch, n, at.chunk);
+        cut(x, heads.batch, n, at.chunk);
         int64_t q = at.chunk.q;
-        gather_rows(x.b_bsmgr, at.chunk, x.m, x.g, group, x.r, at.b, R);
-        gather_rows(x.c_bsmgr, at.chunk, x.m, x.g, group, x.r, at.c, R);
-        transpose(at.b, R, q, x.r, at.b_t, Q, round_up(q, W));
-        lower_product(q, x.m, at.c, R, at.b_t, Q, x.r, at.product, Q);
-        for (int64_t head = first; head < last; head++)
-            forward_chunk(x, head, at, at.states + (head - first) * one, y_bsmhp);
+        for_groups(x, heads, [&](int64_t group, int64_t first, int64_t last) {
+            gather_side(x, x.b_bsmgr, at.chunk, group, heads, x.chunk_len, at.b);
+            gather_side(x, x.c_bsmgr, at.chunk, group, heads, x.chunk_len, at.c);
+            transpose(at.b, R, q, x.r, at.b_t, Q, round_up(q, W));
+            lower_product(q, x.m, at.c, R, at.b_t, Q, x.r, at.product, Q);
+            for (int64_t head = first; head < last; head++)
+                forward_chunk(x, head, heads, at, at.states + (head - heads.first) * one, y_bsmhp);
+        });
     }
-    for (int64_t head = first; head < last; head++)
-        transpose(at.states + (head - first) * one, P, x.r, x.p, last_bhpr + (batch * x.h + head) * x.p * x.r, x.r, x.r);
+    for (int64_t k = 0; k < heads.count(); k++)
+        transpose(at.states + k * one, P, x.r, x.p, last_bhpr + begin + k * x.p * x.r, x.r, x.r);
 }
 
 }  // namespace ssd
@@ -108,9 +110,6 @@ static void forward_heads(const Arguments& x, int64_t batch, int64_t group, int6
 MK_EXPORT(ssd_forward)(const void* arguments, float* y_bsmhp, float* last_bhpr) {
     using namespace MK_ISA::ssd;
     const Arguments& x = *(const Arguments*)arguments;
-    for_head_ranges(
-        x, MK_ISA::smaller(MK_ISA::num_threads(), x.b * x.h),
-        [&](int64_t batch, int64_t group, int64_t first, int64_t last, int64_t) {
-            forward_heads(x, batch, group, first, last, y_bsmhp, last_bhpr);
-        });
+    int64_t ranges = MK_ISA::smaller(MK_ISA::num_threads(), x.b * x.h);
+    for_head_ranges(x, ranges, [&](const Heads& heads, int64_t) { forward_heads(x, heads, y_bsmhp, last_bhpr); });
 }
