@@ -6,11 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compare import GRADIENT, VALUE, check, gradients, leaves
+from compare import check, gradients, leaves
 from mambakit.ops.causal_conv import causal_conv
 from oracles.elementwise import conv_loop
 
 LENGTHS = [0, 1, 2, 3, 4, 17]
+# The dtype each backend is tested in, and how far values and gradients may be off there.
+DTYPE = {"torch": torch.float64, "cpu": torch.float32}
+VALUE = {torch.float64: 1e-10, torch.float32: 1e-5}
+GRADIENT = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+backends = pytest.mark.parametrize("backend", DTYPE)
 
 
 def make_inputs(b: int = 2, s: int = 17, v: int = 3, k: int = 4, dtype: torch.dtype = torch.float64):
@@ -25,44 +31,56 @@ def named(y_bsv: Tensor, window_bvk: Tensor) -> dict[str, Tensor]:
 def agree(got: dict[str, Tensor], want: dict[str, Tensor], got_in: dict[str, Tensor], want_in: dict[str, Tensor]):
     """Values and all gradients under independent heads on both outputs."""
     heads = {name: torch.randn_like(tensor) for name, tensor in want.items()}
-    check(VALUE[torch.float64], got, want)
-    check(GRADIENT[torch.float64], gradients(got, heads, got_in), gradients(want, heads, want_in))
+    dtype = got["y"].dtype
+    check(VALUE[dtype], got, want)
+    check(GRADIENT[dtype], gradients(got, heads, got_in), gradients(want, heads, want_in))
 
 
+@backends
 @pytest.mark.parametrize("without", [(), ("bias_v",), ("window_bvk",), ("bias_v", "window_bvk")])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("s", LENGTHS)
-def test_equals_the_loop(s: int, k: int, without: tuple[str, ...]):
+def test_equals_the_loop(s: int, k: int, without: tuple[str, ...], backend: str):
     tensors = {name: t for name, t in make_inputs(s=s, k=k).items() if name not in without}
-    mine, loop = leaves(tensors), leaves(tensors)
-    agree(named(*causal_conv(**mine)), named(*conv_loop(**loop)), mine, loop)
+    mine, loop = leaves(tensors, DTYPE[backend]), leaves(tensors)
+    agree(named(*causal_conv(**mine, backend=backend)), named(*conv_loop(**loop)), mine, loop)
 
 
+@backends
+def test_silu_is_that_of_the_sums(backend: str):
+    mine = make_inputs(dtype=DTYPE[backend])
+    y_bsv, _ = causal_conv(**mine, silu=True, backend=backend)
+    want_bsv, _ = conv_loop(**{name: t.double() for name, t in mine.items()})
+    check(VALUE[y_bsv.dtype], {"y": y_bsv}, {"y": torch.nn.functional.silu(want_bsv)})
+
+
+@backends
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("cut", [0, 1, 2, 3, 8, 16, 17])
-def test_split_with_the_window_equals_the_whole(cut: int, k: int):
+def test_split_with_the_window_equals_the_whole(cut: int, k: int, backend: str):
     tensors = make_inputs(k=k)
-    parts, whole = leaves(tensors), leaves(tensors)
+    parts, whole = leaves(tensors, DTYPE[backend]), leaves(tensors)
     x_bsv, weight_vk, bias_v, window_bvk = parts.values()
-    first_bsv, window_bvk = causal_conv(x_bsv[:, :cut], weight_vk, bias_v, window_bvk)
-    rest_bsv, window_bvk = causal_conv(x_bsv[:, cut:], weight_vk, bias_v, window_bvk)
+    first_bsv, window_bvk = causal_conv(x_bsv[:, :cut], weight_vk, bias_v, window_bvk, backend=backend)
+    rest_bsv, window_bvk = causal_conv(x_bsv[:, cut:], weight_vk, bias_v, window_bvk, backend=backend)
     got = named(torch.cat((first_bsv, rest_bsv), dim=1), window_bvk)
     agree(got, named(*causal_conv(**whole)), parts, whole)
 
 
+@backends
 @pytest.mark.parametrize("with_window", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("s", "cuts"),
     [(17, [5]), (17, [1, 2, 3]), (17, [3, 16]), (17, [9, 10, 14]), (17, []), (3, [1]), (3, [1, 2]), (2, [])],
 )
-def test_segments_equal_separate_runs(s: int, cuts: list[int], k: int, with_window: bool):
+def test_segments_equal_separate_runs(s: int, cuts: list[int], k: int, with_window: bool, backend: str):
     tensors = make_inputs(s=s, k=k)
     if not with_window:
         del tensors["window_bvk"]
-    packed, apart = leaves(tensors), leaves(tensors)
+    packed, apart = leaves(tensors, DTYPE[backend]), leaves(tensors)
     ids = torch.bucketize(torch.arange(s), torch.tensor(cuts, dtype=torch.long), right=True)
-    got = causal_conv(**packed, segments_bs=(3 * ids - 1).expand(2, -1))
+    got = causal_conv(**packed, segments_bs=(3 * ids - 1).expand(2, -1), backend=backend)
 
     pieces, last_bvk = [], apart.get("window_bvk")
     for start, end in zip([0, *cuts], [*cuts, s], strict=True):
@@ -83,10 +101,13 @@ def test_segments_differ_between_rows():
         check(1e-14, named(y_bsv[row : row + 1], window_bvk[row : row + 1]), want)
 
 
-def test_another_segment_cannot_leak_even_infinities():
-    tensors = make_inputs(s=6)
+@backends
+def test_another_segment_cannot_leak_even_infinities(backend: str):
+    tensors = make_inputs(s=6, dtype=DTYPE[backend])
     tensors["x_bsv"][:, :3] = torch.inf
-    y_bsv, window_bvk = causal_conv(**tensors, segments_bs=torch.tensor([[0, 0, 0, 1, 1, 1]]).expand(2, -1))
+    y_bsv, window_bvk = causal_conv(
+        **tensors, segments_bs=torch.tensor([[0, 0, 0, 1, 1, 1]]).expand(2, -1), backend=backend
+    )
     assert y_bsv[:, 3:].isfinite().all()
     assert window_bvk.isfinite().all()
 

@@ -36,17 +36,23 @@ def official_states(cache) -> dict[str, torch.Tensor]:
     return {name: getattr(cache, f) for name, ours in STATES.items() for f in ours if hasattr(cache, f)}
 
 
+# Kernels take over in float32.
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+
+
+@dtypes
 @pytest.mark.golden("mamba1_block", "mamba2_block", "mamba3_block")
-def test_blocks(case):
-    check_block(case, "single")
+def test_blocks(case, dtype):
+    check_block(case, "single", dtype)
 
 
+@dtypes
 @pytest.mark.golden("mamba3_block")
-def test_mamba3_on_the_double_pathway(case):
-    check_block(case, "double")
+def test_mamba3_on_the_double_pathway(case, dtype):
+    check_block(case, "double", dtype)
 
 
-def check_block(case, pathway):
+def check_block(case, pathway, dtype):
     config = case["config"]
 
     def compute(x):
@@ -91,7 +97,7 @@ def check_block(case, pathway):
             steps.append(y_t)
         return out | {"step_y": torch.stack(steps, 1)}
 
-    compare(case, compute)
+    compare(case, compute, dtype)
 
 
 class Caller(torch.nn.Module):

@@ -10,14 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from blocks import CONFIGS, make_block, random_cache, tokens
+from blocks import results as block_outcome
 from compare import check
+from mambakit import SsdPath
 from mambakit.ops.causal_conv import causal_conv_in_parts
 from mambakit.ops.kernels.cpu import causal_conv as conv_kernels
 from mambakit.ops.kernels.cpu import mamba3_prepare as prepare_kernels
 from mambakit.ops.kernels.cpu import norm as norm_kernels
+from mambakit.ops.kernels.cpu import ranks as rank_kernels
 from mambakit.ops.kernels.cpu.library import library, why_missing
 from mambakit.ops.mamba3_prepare import mamba3_prepare
 from mambakit.ops.norm import finish, rms_norm
+from mambakit.ops.ranks import expand_ranks
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=f"no kernels: {why_missing()}")
 
@@ -153,7 +158,17 @@ def prepare_case() -> Case:
     )
 
 
-CASES = {"prepare": prepare_case, "conv": conv_case, "finish": finish_case, "norm": norm_case}
+def ranks_case() -> Case:
+    b, s, h, m, p = random.randint(1, 3), random.choice([0, 1, 2, 70]), random.randint(1, 3), random.randint(1, 4), 17
+
+    def run(backend: str, x, weight) -> list[Tensor]:
+        return [expand_ranks(x, weight, backend=backend)]
+
+    x_bsi = in_a_wider_row(torch.randn(b, s, h * p))
+    return run, given(x=x_bsi.unflatten(-1, (h, p)), weight=torch.randn(h, m, p))
+
+
+CASES = {"ranks": ranks_case, "prepare": prepare_case, "conv": conv_case, "finish": finish_case, "norm": norm_case}
 
 
 def results(case: Case, backend: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -221,6 +236,7 @@ def op_inputs() -> dict[str, tuple]:
             norm_kernels.finish_cpu,
             (leaf(6, 1, 8), leaf(6, 8), leaf(8), leaf(6, 8), None, None, None, leaf(8), 4, 1, 1e-5),
         ),
+        "ranks": (rank_kernels.expand_ranks_cpu, (leaf(5, 6), leaf(3, 6))),
         "prepare": (
             prepare_kernels.mamba3_prepare_cpu,
             (
@@ -235,7 +251,7 @@ def op_inputs() -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("name", ["conv", "conv packed", "finish", "finish ranks", "prepare"])
+@pytest.mark.parametrize("name", ["conv", "conv packed", "finish", "finish ranks", "prepare", "ranks"])
 def test_operators_are_what_torch_expects(name):
     operator, inputs = op_inputs()[name]
     torch.library.opcheck(operator, inputs)
@@ -252,6 +268,40 @@ def test_norms_can_be_differentiated_twice():
 
     for got, want in zip(second("cpu"), second("torch"), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def block_results(name: str, dtype: torch.dtype, backend: str, **how: Tensor) -> dict[str, Tensor]:
+    block, cache = make_block(name).to(dtype), random_cache(make_block(name), 2)
+    rows = len(how["cu_seqlens"]) - 1 if "cu_seqlens" in how else 2
+    cache = type(cache)(*(t[:1].expand(rows, *t.shape[1:]).to(dtype) if isinstance(t, Tensor) else t for t in cache))
+    x = tokens(block, 1 if "cu_seqlens" in how else 2, 75)
+    path = None if name.startswith("mamba1") else SsdPath(backend=backend)
+    return block_outcome(block, lambda block, x, cache: block(x, cache, path=path, **how), x, cache)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if not name.startswith("mamba1")])
+def test_blocks_equal_their_plain_twins(name):
+    """In every way a block can be called: outputs, caches and all gradients."""
+    torch.manual_seed(1)
+    mask_bs, reset_bs = torch.rand(2, 75) < 0.8, torch.rand(2, 75) < 0.1
+    ways = {
+        "whole": {},
+        "masked": {"mask_bs": mask_bs},
+        "resets": {"reset_bs": reset_bs},
+        "masked resets": {"mask_bs": mask_bs, "reset_bs": reset_bs},
+        "packed": {"cu_seqlens": torch.tensor([0, 1, 3, 70, 75])},
+    }
+    for way, how in ways.items():
+        got, want = block_results(name, torch.float32, "cpu", **how), block_results(name, torch.float64, "torch", **how)
+        try:
+            check(
+                2 * VALUE,
+                {n: t for n, t in got.items() if n[:2] != "d "},
+                {n: t for n, t in want.items() if n[:2] != "d "},
+            )
+            check(GRADIENT, got, want)
+        except AssertionError as failure:
+            raise AssertionError(f"{way}: {failure}") from None
 
 
 @pytest.mark.parametrize("isa", [] if why_missing() else library().usable[1:])

@@ -22,6 +22,7 @@
 #include "ssd_backward.h"
 #include "ssd_forward.h"
 #include "pages.h"
+#include "ranks.h"
 #include "step.h"
 #include "step_mamba1.h"
 #include "step_mamba2.h"
