@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 VERBS = {
     "train": "train a language model on files or folders",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         # Only the verb asked for is imported: `mambakit --help` needs no torch.
         if argv[:1] == [name]:
-            chosen = importlib.import_module(f"mambakit.cli.{name}")
+            chosen = cast(Verb, importlib.import_module(f"mambakit.cli.{name}"))
             verb.epilog = f"example:\n  {chosen.EXAMPLE}"
             chosen.add_arguments(verb)
     args = parser.parse_args(argv)
