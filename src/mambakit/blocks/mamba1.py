@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import fused_step, rows
 from mambakit.blocks.config import Config, check_positive
-from mambakit.blocks.layers import CausalConv1d, Linear, convolve, init_dt_bias, mark
+from mambakit.blocks.layers import CausalConv1d, Linear, convolve_silu, init_dt_bias, mark
 from mambakit.ops.activations import softplus
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
@@ -131,8 +130,9 @@ class Mamba1(rows.Block[Mamba1Cache]):
         if fused := fused_step.mamba1(self, projected_bsX, cache, path, segments_bs, lengths_b):
             return fused
         x_bsi, z_bsi = projected_bsX.chunk(2, dim=-1)
-        x_bsi, window_bik = convolve(self.conv1d, x_bsi, cache.conv_bik, segments_bs, lengths_b)
-        x_bsi = F.silu(x_bsi)
+        (x_bsi,), window_bik = convolve_silu(
+            self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b, path.backend
+        )
         dt_bsR, b_bsr, c_bsr = self.x_proj(x_bsi).split((self.config.dt_width, r, r), dim=-1)
         dt_bsi = self.dt_proj(dt_bsR)
         if lengths_b is not None:

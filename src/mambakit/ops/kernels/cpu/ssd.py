@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.kernels.cpu.library import kernel, pointer
+from mambakit.ops.kernels.cpu.pages import empty
 
 # Rows (tokens times ranks) of a chunk when the caller gives no length; see docs/algorithms.md, "The cpu backend". The
 # backward keeps a state per chunk for a while, so it takes longer ones.
@@ -96,7 +97,7 @@ def ssd_cpu(
     """`ssd` for a non-empty sequence. `chunk_len` 0 leaves the choice to the kernel."""
     chunk_len = chunk_len or tokens_of(FORWARD_ROWS, v_bsmhp)
     call = _Call((v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh), state_bhpr, segments_bs, chunk_len)
-    y_bsmhp = torch.empty(v_bsmhp.shape, dtype=torch.float32)
+    y_bsmhp = empty(*v_bsmhp.shape)
     last_bhpr = torch.empty(state_bhpr.shape, dtype=torch.float32)
     kernel("ssd_forward", "ppp")(call.address, pointer(y_bsmhp), pointer(last_bhpr))
     return y_bsmhp.to(v_bsmhp.dtype), last_bhpr
@@ -119,7 +120,7 @@ def ssd_cpu_backward(
     """Gradients of the seven tensors of `ssd_cpu`, in its order."""
     inputs = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr)
     call = _Call(inputs[:6], state_bhpr, segments_bs, chunk_len or tokens_of(BACKWARD_ROWS, v_bsmhp))
-    grads = [torch.empty(tensor.shape, dtype=torch.float32) for tensor in inputs]
+    grads = [empty(*tensor.shape) for tensor in inputs]
     d_y_bsmhp, d_last_bhpr = _in_place(d_y_bsmhp), d_last_bhpr.to(torch.float32).contiguous()
     shares = _shares(b_bsmgr, da_bsh)
     arguments = _Gradients(

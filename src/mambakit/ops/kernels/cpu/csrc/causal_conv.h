@@ -56,7 +56,10 @@ static ConvRow conv_row(const Conv& conv, int64_t row, int64_t first, const floa
     return made;
 }
 
-static float* zero_row(float* row, int64_t width) { return (float*)memset(row, 0, width * sizeof(float)); }
+static float* zero_row(float* row, int64_t width) {
+    clear(row, width);
+    return row;
+}
 
 // K, where it is not 0, is the number of taps: known to the compiler, it unrolls the sums.
 //
@@ -223,7 +226,7 @@ MK_EXPORT(causal_conv_backward)
     transpose(weight, width, taps, taps_kv);
     const float* zeros = zero_row(taps_kv + taps * width, width);
     float* d_taps = scratch<12>((tasks + 1) * parts);
-    memset(d_taps, 0, tasks * parts * sizeof(float));
+    clear(d_taps, tasks * parts);
     ConvBackward back = {&conv, taps_kv, d_y, d_y_batch, d_y_token, d_after, after_batch, d_x, d_x_batch, d_x_token,
                          d_window, d_window_batch};
     parallel(tasks, [&](int64_t begin, int64_t end) {
@@ -247,5 +250,5 @@ MK_EXPORT(causal_conv_backward)
     float* total = d_taps + tasks * parts;
     add_tasks(d_taps, tasks, parts, total);
     transpose(total, taps, width, d_weight);
-    if (d_bias) memcpy(d_bias, total + taps * width, width * sizeof(float));
+    if (d_bias) copy(total + taps * width, width, d_bias);
 }

@@ -166,10 +166,10 @@ static void prepare_backward(const Prepare& all, const PrepareGradients& d, int6
                              float* sums) {
     const Turns& turns = all.turns;
     int64_t token = row * turns.length + t, state = all.state, lines = all.lines();
-    memset(work.d_normed, 0, 2 * lines * state * sizeof(float));
+    clear(work.d_normed, 2 * lines * state);
     for (int64_t head = 0; head < turns.heads; head++) {
         work.turn.of(work.angle + head * turns.angles, turns.angles, all.neighbours, state);
-        memset(work.d_turn, 0, state * sizeof(float));
+        clear(work.d_turn, state);
         for (int64_t side = 0; side < 2; side++)
             for (int64_t rank = 0; rank < all.ranks; rank++) {
                 int64_t line = (side * all.ranks + rank) * all.groups + all.group_of(head);
@@ -198,7 +198,7 @@ static void each_prepared(const Prepare& all, const double* entering, int64_t ta
         Workspace work(all);
         for (int64_t task = begin; task < end; task++)
             for (int64_t at = begin_of(task, tasks, every); at < begin_of(task + 1, tasks, every); at++) {
-                memcpy(work.angle, entering + at * turns.size(), turns.size() * sizeof(double));
+                copy(entering + at * turns.size(), turns.size(), work.angle);
                 for (int64_t t = turns.first(at % blocks); t < turns.last(at % blocks); t++) {
                     turns.rates(at / blocks, t, work.rate);
                     turns.advance(at / blocks, t, work.rate, work.angle);
@@ -257,7 +257,7 @@ MK_EXPORT(mamba3_prepare_backward)
     angles_before_blocks(all.turns, entering, d_before);
     int64_t tasks = count_tasks(batch * all.turns.blocks(), 1), parts = 2 * (all.outputs() + state);
     float* task_sums = scratch<12>(tasks * parts);
-    memset(task_sums, 0, tasks * parts * sizeof(float));
+    clear(task_sums, tasks * parts);
     PrepareGradients d = {{d_b_out, d_c_out}, {d_b, d_c}, d_theta};
     each_prepared(all, entering, tasks, MK_BODY(int64_t task, int64_t row, int64_t t, Workspace & work) {
         prepare_backward(all, d, row, t, work, task_sums + task * parts);

@@ -190,7 +190,7 @@ MK_EXPORT(finish_backward)
                   z_row,  mimo_x, mimo_z, mimo_o, weight, order, eps};
     int64_t tasks = count_tasks(rows, 16), parts = (2 + 3 * ranks) * width;
     float* task_sums = scratch<12>(tasks * parts);
-    memset(task_sums, 0, tasks * parts * sizeof(float));
+    clear(task_sums, tasks * parts);
     parallel(tasks, [&](int64_t begin, int64_t end) {
         float* kept = scratch<13>(4 * group);
         for (int64_t task = begin; task < end; task++) {

@@ -24,7 +24,7 @@ MK_EXPORT(expand_ranks_backward)
     using namespace MK_ISA;
     int64_t tasks = count_tasks(rows, 16), parts = ranks * width;
     float* task_sums = scratch<12>(tasks * parts);
-    memset(task_sums, 0, tasks * parts * sizeof(float));
+    clear(task_sums, tasks * parts);
     parallel(tasks, [&](int64_t begin, int64_t end) {
         for (int64_t task = begin; task < end; task++)
             for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++)

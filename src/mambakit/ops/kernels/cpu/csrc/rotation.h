@@ -97,7 +97,7 @@ struct Turns {
     }
     // The running angles from before token t to after it.
     void advance(int64_t row, int64_t t, const double* rate, double* angle) const {
-        if (starts(row, t)) memset(angle, 0, size() * sizeof(double));
+        if (starts(row, t)) clear(angle, size());
         const float* step = dt_of(row, t);
         for (int64_t h = 0; h < heads; h++)
             for (int64_t a = 0; a < angles; a++) angle[h * angles + a] = wrapped(angle[h * angles + a] + step[h] * rate[a]);
@@ -113,7 +113,7 @@ static void angles_before_blocks(const Turns& turns, double* entering, float* af
         for (int64_t task = begin; task < end; task++) {
             int64_t row = task / blocks, block = task % blocks;
             double* angle = entering + task * size;
-            memset(angle, 0, size * sizeof(double));
+            clear(angle, size);
             for (int64_t t = turns.first(block); t < turns.last(block); t++) {
                 turns.rates(row, t, rate);
                 turns.advance(row, t, rate, angle);
@@ -146,7 +146,7 @@ static void angles_backward(const Turns& turns, double* sums, const float* d_the
         for (int64_t task = begin; task < end; task++) {
             int64_t row = task / blocks, first = turns.first(task % blocks);
             double* sum = sums + task * size;
-            memset(sum, 0, size * sizeof(double));
+            clear(sum, size);
             for (int64_t t = first; t < turns.last(task % blocks) && (t == first || !turns.starts(row, t)); t++)
                 for (int64_t i = 0; i < size; i++) sum[i] += d_theta[(row * turns.length + t) * size + i];
         }
@@ -176,7 +176,7 @@ static void angles_backward(const Turns& turns, double* sums, const float* d_the
             for (int64_t t = turns.last(task % blocks) - 1; t >= turns.first(task % blocks); t--) {
                 int64_t token = row * turns.length + t;
                 turns.rates(row, t, rate);
-                memset(d_rate, 0, turns.angles * sizeof(double));
+                clear(d_rate, turns.angles);
                 for (int64_t h = 0; h < turns.heads; h++) {
                     double d_step = 0, step = turns.dt[token * turns.heads + h];
                     double* d_angle = reaching + h * turns.angles;
@@ -191,7 +191,7 @@ static void angles_backward(const Turns& turns, double* sums, const float* d_the
                 // The slope of range tanh is range - rate^2 / range.
                 for (int64_t a = 0; a < turns.angles; a++)
                     d_rot[token * turns.angles + a] = (float)(d_rate[a] * (turns.range - rate[a] * rate[a] / turns.range));
-                if (turns.starts(row, t)) memset(reaching, 0, size * sizeof(double));
+                if (turns.starts(row, t)) clear(reaching, size);
             }
         }
     });

@@ -17,6 +17,16 @@ MK_INLINE void each_vector(int64_t n, const Body& body) {
 
 MK_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Pointers to nothing may be null, which memset and memcpy do not take.
+template <class T>
+MK_INLINE void clear(T* to, int64_t n) {
+    if (n > 0) memset(to, 0, n * sizeof(T));
+}
+template <class T>
+MK_INLINE void copy(const T* from, int64_t n, T* to) {
+    if (n > 0) memcpy(to, from, n * sizeof(T));
+}
+
 MK_INLINE void add_part(float* to, vf x, int64_t lanes) { store_part(to, load_part(to, lanes) + x, lanes); }
 
 // Tokens go to a number of tasks that does not depend on the number of threads, nor do sums over them.
