@@ -6,6 +6,7 @@ import torch
 from blocks import CONFIGS, make_block, random_cache, results, tensors_of, tokens
 from compare import check
 from mambakit import Mamba3, SsdPath
+from mambakit.blocks import mamba3
 
 LENGTH = 11
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -108,6 +109,19 @@ def test_no_token_leaves_the_cache_as_it_is(name):
     assert y.shape == (2, 0, block.config.d_model)
     # Quaternions are normalised again, which may move the last digit.
     check(1e-15, tensors_of(after), tensors_of(cache))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("mamba3")])
+def test_pieces_without_gradients(name, monkeypatch):
+    """A long sequence is cut where memory would count; nothing else changes."""
+    block = make_block(name)
+    x = tokens(block, 2, 300)
+    y, cache = block(x)
+    monkeypatch.setattr(mamba3, "PIECE", 2000)
+    with torch.no_grad():
+        assert block.pieces(x) > 2
+        y_pieces, cache_pieces = block(x)
+    check(1e-9, {"y": y_pieces, **tensors_of(cache_pieces)}, {"y": y, **tensors_of(cache)})
 
 
 def test_the_pathway_stays_with_the_cache():

@@ -23,6 +23,9 @@ from mambakit.ops.trapezoid import PATHWAYS, trapezoid
 
 A_ACTIVATIONS = {"heavy_tail": heavy_tail, "softplus": softplus}
 ROTATIONS = ("complex", "quaternion")
+PIECE = 7 << 20
+"""Numbers that B of all heads may have at once, where no gradient is wanted. Allocators keep blocks of 32 MB for the
+next call and give back larger ones, and then touching fresh memory takes longer than the arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +257,30 @@ class Mamba3(rows.Block[Mamba3Cache]):
         return self.finish(y_bsmhp, token, "torch")[:, 0]
 
     def run(
+        self,
+        x_bsd: Tensor,
+        cache: Mamba3Cache,
+        path: SsdPath | None,
+        segments_bs: Tensor | None,
+        lengths_b: Tensor | None,
+    ) -> tuple[Tensor, Mamba3Cache]:
+        pieces = self.pieces(x_bsd)
+        if pieces == 1 or segments_bs is not None or lengths_b is not None:
+            return self.run_piece(x_bsd, cache, path, segments_bs, lengths_b)
+        y = []
+        for piece_bsd in x_bsd.tensor_split(pieces, 1):
+            y_bsd, cache = self.run_piece(piece_bsd, cache, path, None, None)
+            y.append(y_bsd)
+        return torch.cat(y, 1), cache
+
+    def pieces(self, x_bsd: Tensor) -> int:
+        """Into how many a sequence is cut. One where there are gradients: they need B and C whole anyway."""
+        config, (b, s, _) = self.config, x_bsd.shape
+        if s < 256 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return 1
+        return max(-(-b * s * config.ranks * config.nheads * config.state_rank // PIECE), 1)
+
+    def run_piece(
         self,
         x_bsd: Tensor,
         cache: Mamba3Cache,
