@@ -1,12 +1,16 @@
-"""Mamba-1's scan: a Python loop, torch's operators and the fused kernel, forward and with gradients, time and memory.
+"""Mamba-1's scan: Python loops, torch's operators and the fused kernel, forward and with gradients, time and memory.
 
-python -m benchmarks.selective_scan             on 1 and 2 threads (a few minutes)
-python -m benchmarks.selective_scan --quick     512 tokens
+python -m benchmarks.selective_scan                on 1 and 2 threads (a few minutes)
+python -m benchmarks.selective_scan --quick        512 tokens
+python -m benchmarks.selective_scan --reference    also autograd through the reference loop, once (minutes more)
 
-All do what a block does between its projections: softplus of the step sizes, scan, skip and gate.
+All do what a block does between its projections: softplus of the step sizes, scan, skip and gate. "loop" is the leanest
+loop we know; "reference" computes all decays and writes first and then indexes them token by token, as published
+references of the scan do: the gradient of each index is as large as the tensor.
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +22,7 @@ from benchmarks.measure import gemm_task, interleaved, median, peak_bytes, table
 from mambakit import selective_scan
 
 CHANNELS, RANK, TOKENS = 1536, 16, 2048
-FORMS = ("loop", "torch", "cpu")
+FORMS = ("loop", "reference", "torch", "cpu")
 
 
 def inputs(tokens: int, rank: int = RANK) -> dict[str, Tensor]:
@@ -49,9 +53,27 @@ def loop(x_bsi: Tensor, dt_bsi: Tensor, a_ir: Tensor, b_bsgr: Tensor, c_bsgr: Te
     return (torch.stack(y, dim=1) + skip_i * x_bsi) * F.silu(z_bsi), state_bir
 
 
+def reference(
+    x_bsi: Tensor, dt_bsi: Tensor, a_ir: Tensor, b_bsgr: Tensor, c_bsgr: Tensor, skip_i: Tensor, z_bsi: Tensor
+):
+    """Token by token through tensors of all tokens' states."""
+    dt_bsi = F.softplus(dt_bsi)
+    decay_bsir = torch.exp(dt_bsi[..., None] * a_ir)
+    write_bsir = (dt_bsi * x_bsi)[..., None] * b_bsgr
+    state_bir = x_bsi.new_zeros(len(x_bsi), *a_ir.shape)
+    y = []
+    for t in range(x_bsi.shape[1]):
+        state_bir = decay_bsir[:, t] * state_bir + write_bsir[:, t]
+        y.append(torch.einsum("bir,br->bi", state_bir, c_bsgr[:, t, 0]))
+    return (torch.stack(y, dim=1) + skip_i * x_bsi) * F.silu(z_bsi), state_bir
+
+
+LOOPS = {"loop": loop, "reference": reference}
+
+
 def run(form: str, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    if form == "loop":
-        return loop(**tensors)
+    if form in LOOPS:
+        return LOOPS[form](**tensors)
     return selective_scan(**tensors, dt_softplus=True, backend=form)
 
 
@@ -78,21 +100,26 @@ def check(tensors: dict[str, Tensor]) -> None:
         assert error < 1e-4, f"{form} differs from the loop by {error:.1e}"
 
 
-def measure(tokens: int, threads: int, repeats: int) -> list[dict[str, Any]]:
+def measure(tokens: int, threads: int, repeats: int, with_reference: bool) -> list[dict[str, Any]]:
+    """Everything in the same rounds but the reference's gradients, which take minutes and are measured once."""
     torch.set_num_threads(threads)
     tensors = inputs(tokens)
     check(tensors)
     gemm, flops = gemm_task()
     kinds = {"forward": forward, "train": train}
-    tasks = {"gemm": gemm} | {(kind, form): make(form, tensors) for kind, make in kinds.items() for form in FORMS}
-    times = interleaved(tasks, repeats)
+    tasks = {(kind, form): make(form, tensors) for kind, make in kinds.items() for form in FORMS}
+    slow = tasks.pop(("train", "reference"))
+    times = interleaved({"gemm": gemm, **tasks}, repeats)
+    if with_reference:
+        start = time.perf_counter()
+        slow()
+        times["train", "reference"] = [time.perf_counter() - start]
     rows = []
-    for kind in kinds:
-        slowest = median(times[kind, "loop"])
-        for form in FORMS:
-            took = median(times[kind, form])
-            row = {"threads": threads, "kind": kind, "form": form, "ms": took * 1e3, "ratio": slowest / took}
-            rows.append(row | {"gemm_gflops": flops / median(times["gemm"]) / 1e9})
+    for kind, form in (key for key in times if key != "gemm"):
+        took, loops = median(times[kind, form]), {name: times.get((kind, name)) for name in LOOPS}
+        row = {"threads": threads, "kind": kind, "form": form, "ms": took * 1e3}
+        row |= {f"times_faster_than_{name}": median(loop) / took for name, loop in loops.items() if loop}
+        rows.append(row | {"gemm_gflops": flops / median(times["gemm"]) / 1e9})
     return rows
 
 
@@ -110,13 +137,18 @@ def memory(tokens: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--reference", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     tokens = 512 if options.quick else TOKENS
-    rows = [row for threads in (1, 2) for row in measure(tokens, threads, options.repeats)]
+    rows = [row for threads in (1, 2) for row in measure(tokens, threads, options.repeats, options.reference)]
     print(f"{CHANNELS} channels, state {RANK}, {tokens} tokens, batch 1, float32\n")
-    cells = [[str(r["threads"]), r["kind"], r["form"], f"{r['ms']:.1f}", f"{r['ratio']:.1f}"] for r in rows]
-    print(table(["threads", "what", "form", "ms", "times faster than the loop"], cells))
+    cells = [
+        [str(r["threads"]), r["kind"], r["form"], f"{r['ms']:.1f}"]
+        + [f"{r[key]:.1f}" if (key := f"times_faster_than_{name}") in r else "" for name in LOOPS]
+        for r in rows
+    ]
+    print(table(["threads", "what", "form", "ms", *(f"x faster than {name}" for name in LOOPS)], cells))
     used = memory(tokens)
     print("\nPeak memory of a training step of the kernel, in float32 numbers per token and channel\n")
     cells = [[str(r["tokens"]), str(r["rank"]), f"{r['per_element']:.2f}"] for r in used]
