@@ -39,10 +39,10 @@ def causal_conv1d_fn(
             raise ValueError(f"initial_states has shape {tuple(window_bvk.shape)}, expected {expected}")
         window_bvk = F.pad(window_bvk, (1, 0))
     segments_bs = segments_of(seq_idx, size.b, size.s)
-    y_bsv, window_bvk = causal_conv(x_bsv, weight_vk, bias_v, window_bvk, segments_bs=segments_bs)
-    y_bsv = (F.silu(y_bsv) if with_silu else y_bsv).to(x.dtype)
+    y_bsv, window_bvk = causal_conv(x_bsv, weight_vk, bias_v, window_bvk, segments_bs=segments_bs, silu=with_silu)
     # In the layout of `x`, as callers go on to `view` it.
-    out = y_bsv.mT.contiguous() if x.is_contiguous() else y_bsv.mT
+    y_bvs = y_bsv.mT.to(x.dtype)
+    out = y_bvs.contiguous() if x.is_contiguous() else y_bvs
     if not return_final_states:
         return out
     final_states = window_bvk[:, :, 1:].to(x.dtype)
@@ -86,12 +86,15 @@ def causal_conv1d_update(
     past_bvL = state_bvL
     if cache_seqlens is not None:
         past_bvL = state_bvL.gather(2, ring_order(cache_seqlens, size.L, state_bvL))
-    window_bvk = F.pad(past_bvL[:, :, size.L - (size.k - 1) :], (1, 0))
+    # The oldest of the window's inputs is not read.
+    window_bvk = F.pad(past_bvL, (1, 0)) if size.k - 1 == size.L else past_bvL[:, :, size.L - size.k :]
     x_bsv, weight_vk, bias_v, window_bvk = in_one_precision(x_bvs.mT, weight, bias, window_bvk)
-    y_bsv, _ = causal_conv(x_bsv, weight_vk, bias_v, window_bvk)
-    y_bvs = (F.silu(y_bsv) if with_silu else y_bsv).mT.to(x.dtype)
+    y_bsv, after_bvk = causal_conv(x_bsv, weight_vk, bias_v, window_bvk, silu=with_silu)
+    y_bvs = y_bsv.mT.to(x.dtype)
     with torch.no_grad():
-        after_bvL = torch.cat((past_bvL, x_bvs.to(conv_state.dtype)), dim=2)[:, :, size.s :]
+        after_bvL = after_bvk
+        if size.k != size.L:
+            after_bvL = torch.cat((past_bvL, x_bvs.to(conv_state.dtype)), dim=2)[:, :, size.s :]
         if cache_seqlens is not None:
             order_bvL = ring_order(cache_seqlens + size.s, size.L, state_bvL)
             after_bvL = torch.empty_like(after_bvL).scatter_(2, order_bvL, after_bvL)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import in_one_precision, step_size
+from mambakit.compat.arguments import in_one_precision
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
@@ -39,13 +39,16 @@ def selective_scan_fn(
     b_bsgr, c_bsgr = (by_token(name, t, A, size) for name, t in (("B", B), ("C", C)))
     groups = math.lcm(b_bsgr.shape[2], c_bsgr.shape[2])
     b_bsgr, c_bsgr = (t.repeat_interleave(groups // t.shape[2], dim=2) for t in (b_bsgr, c_bsgr))
-    dt_bsi = step_size(delta.mT, delta_bias, delta_softplus)
-    y_bsi, state_bir = selective_scan(u.mT.contiguous(), dt_bsi.contiguous(), A, b_bsgr, c_bsgr)
-    y = y_bsi.mT
-    y = y if D is None else y + D[:, None] * u
-    y = y if z is None else y * F.silu(z.to(torch.promote_types(z.dtype, torch.float32)))
-    # Contiguous: callers go on to `view` it.
-    out = y.to(dtype).contiguous()
+    y_bsi, state_bir = selective_scan(
+        *(u.mT, delta.mT, A, b_bsgr, c_bsgr),
+        skip_i=D,
+        z_bsi=None if z is None else z.mT,
+        dt_bias_i=delta_bias,
+        dt_softplus=delta_softplus,
+    )
+    # In the layout of `u`, as callers go on to `view` it.
+    y = y_bsi.mT.to(dtype)
+    out = y.contiguous() if u.is_contiguous() else y
     return (out, state_bir) if return_last_state else out
 
 

@@ -1,10 +1,11 @@
-"""One token of Mamba-1's scan, the state updated in place."""
+"""One token of the scans, the state updated in place."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.compat.arguments import in_one_precision, step_size
+from mambakit.compat.mamba2_core import scan
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.shapes import bind
 
@@ -40,21 +41,36 @@ def selective_state_update(
         raise ValueError(f"{x.shape[1]} heads are not a multiple of the {B.shape[1]} groups of B")
     wide = in_one_precision(rows, x, dt, A, B, C, D, z, dt_bias)
     rows, x_wide, dt, A, B, C, D, z, dt_bias = wide
-    dt = step_size(dt, dt_bias, dt_softplus)
-    last = -A.dim() + 1  # the axes of a channel: head and position, or position
-    x_bsi, dt_bsi = (t.flatten(last)[:, None] for t in (x_wide, dt))
-    y_bsi, after_bir = selective_scan(
-        x_bsi, dt_bsi, A.flatten(0, -2), B[:, None], C[:, None], rows.flatten(1, -2) if state.dim() == 4 else rows
-    )
+    if is_per_head(dt, A, dt_bias):
+        dt_bh = step_size(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
+        like = torch.promote_types(x_wide.dtype, torch.promote_types(B.dtype, C.dtype))
+        x_bshp, B_bsgr, C_bsgr = (t.to(like)[:, None] for t in (x_wide, B, C))
+        y, after = scan(x_bshp, B_bsgr, C_bsgr, (dt_bh * A[:, 0, 0])[:, None], dt_bh[:, None], rows)
+    else:
+        dt = step_size(dt, dt_bias, dt_softplus)
+        last = -A.dim() + 1  # the axes of a channel: head and position, or position
+        x_bsi, dt_bsi = (t.flatten(last)[:, None] for t in (x_wide, dt))
+        state_bir = rows.flatten(1, -2) if state.dim() == 4 else rows
+        y, after = selective_scan(x_bsi, dt_bsi, A.flatten(0, -2), B[:, None], C[:, None], state_bir)
     with torch.no_grad():
-        after = after_bir.view(rows.shape).to(state.dtype)
+        after = after.view(rows.shape).to(state.dtype)
         if state_batch_indices is None:
             state.copy_(after)
         else:
             state[state_batch_indices.long()] = after
-    y = y_bsi[:, 0].view(x.shape)
+    y = y[:, 0].view(x.shape)
     y = y if D is None else y + D * x_wide
     return (y if z is None else y * F.silu(z)).to(x.dtype)
+
+
+def is_per_head(dt: Tensor, A: Tensor, dt_bias: Tensor | None) -> bool:
+    """Whether all channels of a head have one step and one decay, which callers with Mamba-2's heads `expand`."""
+    return (
+        A.dim() == 3
+        and A.stride()[1:] == (0, 0)
+        and dt.stride(-1) == 0
+        and (dt_bias is None or dt_bias.stride(-1) == 0)
+    )
 
 
 def selective_state_update_ref(

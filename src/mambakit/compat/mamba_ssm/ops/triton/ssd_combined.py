@@ -73,7 +73,7 @@ def mamba_chunk_scan_combined(
         y, final_states, varlen_states = scan_packed(sequence, initial_states, cu_seqlens, seq_idx)
     if D is not None:
         bind(x_bshp=x, **{"D_h" if D.dim() == 1 else "D_hp": D})
-        y = y + (D[:, None] if D.dim() == 1 else D) * x
+        y = torch.addcmul(y, x, D[:, None] if D.dim() == 1 else D)
     y = y if z is None else y * F.silu(z.to(torch.promote_types(z.dtype, torch.float32)))
     states = [final_states] if return_final_states else []
     states += [varlen_states] if return_varlen_states else []
