@@ -47,6 +47,18 @@ MODELS = {
             attn_layer_indices=[1],
         )
     ),
+    "zamba2": lambda: transformers.Zamba2ForCausalLM(
+        transformers.Zamba2Config(
+            **HYBRID,
+            mamba_d_state=16,
+            mamba_headdim=8,
+            n_mamba_heads=8,
+            mamba_ngroups=2,
+            chunk_size=16,
+            layers_block_type=["mamba", "hybrid", "mamba"],
+            num_mem_blocks=1,
+        )
+    ),
 }
 
 
@@ -84,8 +96,44 @@ def test_generation_is_equal(name):
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
-def test_gradients_are_equal(name):
+def test_caches_are_equal(name):
+    """After a prompt, after one token, after several more: transformers' object, with the same states in it."""
+    model, ids = make(name), torch.randint(3, 50, (2, 12))
+
+    @torch.no_grad()
+    def run():
+        cache, seen = None, []
+        for part in ids.split((7, 1, 4), dim=1):
+            result = model(part, cache_params=cache, use_cache=True)
+            cache = result.cache_params
+            states = [s.clone() for layer in cache.layers for s in (layer.conv_states[0], layer.recurrent_states[0])]
+            seen += [result.logits, *states]
+        return type(cache), seen
+
+    kind, before = run()
+    mk.accelerate(model)
+    after_kind, after = run()
+    assert after_kind is kind
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "mamba2"])
+def test_narrow_models_are_equal_up_to_rounding(name):
+    model, ids = make(name).bfloat16(), torch.randint(3, 50, (2, 21))
+    with torch.no_grad():
+        before = model(ids).logits
+        mk.accelerate(model)
+        after = model(ids).logits
+    assert after.dtype == before.dtype
+    assert (after - before).abs().max() < 0.03 * before.abs().max()
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_equal(name, checkpointing):
     model, ids = make(name).train(), torch.randint(3, 50, (2, 21))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
 
     def gradients():
         model.zero_grad()
@@ -111,10 +159,30 @@ def test_padding_on_the_left_is_equal(name):
         torch.testing.assert_close(model(ids, attention_mask=mask).logits, before, rtol=1e-4, atol=1e-5)
 
 
+def replaced(model):
+    return [module for module in model.modules() if "forward" in vars(module)]
+
+
 def test_only_this_model_changes():
     one, other = make("mamba2"), make("mamba2")
-    mk.accelerate(one)
-    assert not any("forward" in vars(module) for module in other.modules())
+    done = mk.accelerate(one)
+    assert {type(module).__name__ for module in replaced(one)} == {
+        *("Mamba2Mixer", "MambaRMSNormGated", "Mamba2RMSNorm", "Linear")
+    }
+    assert not replaced(other)
+    done.undo()
+    assert not replaced(one)
+    done.undo()
+
+
+def test_what_others_replaced_in_a_layer_stays():
+    model = make("mamba")
+    mine = model.lm_head.forward = lambda x: torch.zeros(*x.shape[:-1], 50)
+    done = mk.accelerate(model)
+    with torch.no_grad():
+        assert not model(torch.tensor([[5, 6]])).logits.any()
+    done.undo()
+    assert model.lm_head.forward is mine
 
 
 def test_errors():

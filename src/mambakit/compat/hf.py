@@ -2,7 +2,8 @@
 
 transformers writes its mixers against the official functions and calls slow stand-ins where those are not installed. A
 mixer's `forward` gets new globals in which these names are ours: the code that runs is transformers', caches and hooks
-are as before, and no other model is touched.
+are as before, and no other model is touched. Norms and plain `nn.Linear` modules get a `forward` that takes a kernel
+where there is one and is their own otherwise.
 """
 
 import functools
@@ -11,12 +12,17 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from mambakit.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mambakit.compat.mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from mambakit.compat.mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from mambakit.ops import matvec
+from mambakit.ops.backend import use_kernels
+from mambakit.ops.norm import gated_rms_norm
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_conv1d_fn,
@@ -29,17 +35,22 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
 """transformers' names, and the official functions they stand for."""
 
 
+GATED = ("Mamba", "Bamba", "GraniteMoeHybrid", "NemotronH", "Zamba2")
+UNGATED = (*GATED, "FalconH1", "FalconMamba", "Jamba", "Mamba2", "Zamba")
+NORMS = {f"{family}RMSNorm" for family in UNGATED} | {f"{family}RMSNormGated" for family in GATED}
+"""Norms of transformers' Mamba models that are one function: gate, root mean square per `group_size`, weight."""
+
+
 class Accelerated:
     """What was replaced: `mixers`, by their names in the model, and `functions`, by transformers' names for them."""
 
-    def __init__(self, mixers: dict[str, nn.Module], functions: list[str]):
-        self._modules = dict(mixers)
-        self.mixers, self.functions = list(mixers), functions
+    def __init__(self, mixers: list[str], functions: list[str], modules: list[nn.Module]):
+        self.mixers, self.functions, self._modules = mixers, functions, modules
 
     def undo(self) -> None:
-        """Give every mixer its own forward back. A second call does nothing."""
-        for mixer in self._modules.values():
-            del mixer.forward
+        """Give every module its own forward back. A second call does nothing."""
+        for module in self._modules:
+            del module.forward
         self._modules.clear()
 
     def __repr__(self) -> str:
@@ -64,10 +75,50 @@ def accelerate(model: nn.Module) -> Accelerated:
     for name, mixer in mixers.items():
         if "forward" in vars(mixer):
             raise ValueError(f"the forward of {name} is replaced already; undo that first, or accelerate before it")
-    for mixer in mixers.values():
-        mixer.forward = MethodType(rewritten(type(mixer)), mixer)
+    forwards = {mixer: rewritten(type(mixer)) for mixer in mixers.values()}
+    for module in model.modules():
+        if "forward" not in vars(module) and (forward := kernel_first(module)):
+            forwards[module] = forward
+    for module, forward in forwards.items():
+        module.forward = MethodType(forward, module)
     used = sorted({name for mixer in mixers.values() for name in functions_of(mixer)})
-    return Accelerated(mixers, used)
+    return Accelerated(list(mixers), used, list(forwards))
+
+
+def kernel_first(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The forward of a norm or linear layer that takes a kernel where there is one; None for any other module."""
+    if type(module) is nn.Linear:
+        return multiply
+    if type(module).__module__.startswith("transformers.") and type(module).__name__ in NORMS:
+        return normalize
+    return None
+
+
+def multiply(self: nn.Linear, input: Tensor) -> Tensor:
+    """Few rows, as in decoding, at the speed of reading the weight; many by oneDNN, which is ahead of torch's BLAS."""
+    weights = matvec.Weights(matvec.FLOAT32, self.in_features, self.weight, None, self.bias)
+    if is_plain_inference(input, weights):
+        if matvec.applies(input, weights):
+            return matvec.multiply(input, weights)
+        if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+            return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+    return F.linear(input, self.weight, self.bias)
+
+
+def is_plain_inference(input: Tensor, weights: matvec.Weights) -> bool:
+    """Float32 on the CPU and no gradient wanted. A compiler has its own way with a torch operator."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    plain = type(input) is Tensor and input.dtype == torch.float32 and input.numel() > 0
+    return plain and matvec.is_stored_well(weights) and use_kernels("auto", input, weights.weight)
+
+
+def normalize(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    # Narrower dtypes are transformers' own: where it rounds is part of the result.
+    if any(t is not None and t.dtype != torch.float32 for t in (hidden_states, gate, self.weight)):
+        return type(self).forward(self, hidden_states, *([] if gate is None else [gate]))
+    group_size = getattr(self, "group_size", None)
+    return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, group_size=group_size)
 
 
 def functions_of(module: nn.Module) -> list[str]:
@@ -86,7 +137,7 @@ def rewritten(kind: type[nn.Module]) -> FunctionType:
         chain.append(chain[-1].__wrapped__)
     plain = chain.pop()
     ours = {name: known_arguments_only(ours) for name, ours in REPLACEMENTS.items()}
-    inner = with_globals(plain, {**plain.__globals__, **ours}, plain.__closure__)
+    inner = steps_channels_last(with_globals(plain, {**plain.__globals__, **ours}, plain.__closure__))
     for wrapper in reversed(chain):
         # A decorator holds what it wraps in a cell of its closure: the same decorator around the new function.
         wrapped = wrapper.__wrapped__
@@ -99,6 +150,43 @@ def with_globals(function: Any, names: dict[str, Any], closure: Any) -> Function
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def steps_channels_last(forward: FunctionType) -> Callable[..., Tensor]:
+    """The forward of a Mamba-1 mixer with step sizes in the order that the scan reads, every other one as it is."""
+    if "dt_proj" not in forward.__code__.co_names:
+        return forward
+
+    def call(self: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        # On other devices transformers may hand the weight to kernels of its own.
+        on_cpu = type(self.dt_proj) is nn.Linear and hidden_states.device.type == "cpu"
+        return forward(MixerView(self) if on_cpu else self, hidden_states, *args, **options)
+
+    return call
+
+
+class MixerView:
+    """A mixer but for its `dt_proj.weight`, with which its forward multiplies `b R s` from the left.
+
+    In that order torch copies the product, and the scan would have to copy it back.
+    """
+
+    def __init__(self, mixer: Any):
+        self.mixer, self.dt_proj = mixer, StepProjection(mixer.dt_proj)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mixer, name)
+
+
+class StepProjection:
+    def __init__(self, linear: nn.Linear):
+        self.weight, self.bias, self.linear = self, linear.bias, linear
+
+    def __call__(self, dt_bsR: Tensor) -> Tensor:
+        return self.linear(dt_bsR)
+
+    def __matmul__(self, dt_bRs: Tensor) -> Tensor:
+        return F.linear(dt_bRs.mT, self.linear.weight).mT
 
 
 def known_arguments_only(function: Callable[..., Any]) -> Callable[..., Any]:
