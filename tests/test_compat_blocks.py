@@ -27,6 +27,25 @@ def fresh_params(**options):
     return official("mamba_ssm.utils.generation", "InferenceParams")(max_seqlen=20, max_batch_size=2, **options)
 
 
+OFFICIAL_NAMES = {
+    "Mamba": {"d_model": 16, "d_state": 8, "d_conv": 4, "expand": 2, "d_inner": 32, "dt_rank": 1, "layer_idx": 3},
+    "Mamba2": {
+        **{"d_model": 16, "d_state": 8, "d_conv": 4, "expand": 2, "d_inner": 32, "d_ssm": 32, "headdim": 8},
+        **{"ngroups": 2, "nheads": 4, "chunk_size": 256, "layer_idx": 3},
+    },
+    "Mamba3": {
+        **{"d_model": 16, "d_state": 8, "d_inner": 32, "headdim": 8, "num_bc_heads": 1, "nheads": 4},
+        **{"chunk_size": 64, "is_mimo": True, "mimo_rank": 2, "A_floor": 1e-4, "layer_idx": 3},
+    },
+}
+
+
+@every_block
+def test_sizes_have_their_official_names(name):
+    block = make(name, layer_idx=3)
+    assert {attribute: getattr(block, attribute) for attribute in OFFICIAL_NAMES[name]} == OFFICIAL_NAMES[name]
+
+
 @every_block
 def test_states_are_updated_in_place_and_carry_no_gradient(name):
     block, x, params = make(name, layer_idx=1), torch.randn(2, 6, 16), fresh_params()
