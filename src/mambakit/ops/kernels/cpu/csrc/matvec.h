@@ -150,7 +150,8 @@ static void multiply_all(
             const int64_t next = passes == 1 ? AHEAD : (piece + pass * piece / passes) * pitch;
             const Ahead ahead = {m.weight, row * pitch + next, passes};
             const Results part = {to.y + 4 * pass * to.stride, to.stride, to.add};
-            if (inputs.count == 1) multiply_rows<Weights, 4, 1>(m, row, stop, inputs, ahead, part);
+            constexpr int TOGETHER = __is_same(Weights, Float32Weights) ? 8 : 4;
+            if (inputs.count == 1) multiply_rows<Weights, TOGETHER, 1>(m, row, stop, inputs, ahead, part);
             else if (inputs.count == 2) multiply_rows<Weights, 4, 2>(m, row, stop, inputs, ahead, part);
             else multiply_rows<Weights, W == 16 ? 4 : 2, 4>(m, row, stop, inputs, ahead, part);
         }

@@ -55,8 +55,11 @@ MK_INLINE float total(vf x) {
 }
 #endif
 
-// Ask for a line of memory that will be read soon. The address may lie beyond the array: nothing is read there.
-MK_INLINE void prefetch(const void* base, int64_t byte) { __builtin_prefetch((const void*)((uintptr_t)base + byte)); }
+// Ask for a line of memory that will be read soon, into the second cache: on its way to the first it would wait for
+// those before it. The address may lie beyond the array: nothing is read there.
+MK_INLINE void prefetch(const void* base, int64_t byte) {
+    __builtin_prefetch((const void*)((uintptr_t)base + byte), 0, 2);
+}
 
 // The formats with one number per weight: BYTES each, `get` the next W of them as floats.
 struct Float32Weights {
