@@ -1,7 +1,7 @@
 """Forward, training and step of one block per family, beside the same block in transformers and mambapy.
 
 python -m benchmarks.block            both shapes, all peers (about ten minutes)
-python -m benchmarks.block --quick    burn-mamba's published case only
+python -m benchmarks.block --quick    the small shape only
 
 Peers get our weights and their outputs are compared, so that all compute the same. They need the `bench` extra.
 """
@@ -17,10 +17,10 @@ from torch import nn
 from benchmarks.measure import gemm_task, interleaved, median, table, write_json
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
 
-# burn-mamba's published case, and the width of a 130M model.
+# A small block, and the width of a 130M model.
 SHAPES = {
-    "small": {"batch": 2, "tokens": 256, "d_model": 256, "state_rank": 64, "per_head_dim": 64},
-    "wide": {"batch": 1, "tokens": 2048, "d_model": 768, "state_rank": 128, "per_head_dim": 64},
+    "small": {"batch": 2, "tokens": 256, "trained": 256, "d_model": 256, "state_rank": 64, "per_head_dim": 64},
+    "wide": {"batch": 1, "tokens": 2048, "trained": 512, "d_model": 768, "state_rank": 128, "per_head_dim": 64},
 }
 
 # Steps timed as one task.
@@ -29,18 +29,16 @@ KINDS = ("forward", "train", "step")
 
 
 def ours(n: dict[str, int]) -> dict[str, nn.Module]:
-    # Mamba-1's own state is 16 wide; burn-mamba's case gives all families the same.
-    rank1 = n["state_rank"] if n["d_model"] == 256 else 16
     heads: dict[str, Any] = {key: n[key] for key in ("d_model", "state_rank", "per_head_dim")}
     return {
-        "Mamba-1": Mamba1(Mamba1Config(d_model=n["d_model"], state_rank=rank1)),
+        "Mamba-1": Mamba1(Mamba1Config(d_model=n["d_model"])),
         "Mamba-2": Mamba2(Mamba2Config(**heads)),
         "Mamba-3": Mamba3(Mamba3Config(**heads)),
         "Mamba-3 MIMO": Mamba3(Mamba3Config(**heads, is_mimo=True, mimo_rank=4)),
     }
 
 
-def our_tasks(block: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def our_tasks(block: nn.Module, x: torch.Tensor, trained: int) -> dict[str, Callable[[], Any]]:
     with torch.no_grad():
         cache = block(x[:, :8])[1]
 
@@ -52,7 +50,7 @@ def our_tasks(block: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], Any]]
         with torch.no_grad():
             return block.step(x[:, 0], cache)  # type: ignore[operator]
 
-    return {"forward": forward, "train": lambda: train(block, lambda: block(x)[0]), "step": step}
+    return {"forward": forward, "train": lambda: train(block, lambda: block(x[:, :trained])[0]), "step": step}
 
 
 def train(module: nn.Module, run: Callable[[], torch.Tensor]) -> None:
@@ -60,7 +58,7 @@ def train(module: nn.Module, run: Callable[[], torch.Tensor]) -> None:
     run().square().mean().backward()
 
 
-def transformers_tasks(family: str, block: Any, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def transformers_tasks(family: str, block: Any, x: torch.Tensor, trained: int) -> dict[str, Callable[[], Any]]:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -97,10 +95,10 @@ def transformers_tasks(family: str, block: Any, x: torch.Tensor) -> dict[str, Ca
         with torch.no_grad():
             return mixer(x[:, :1], cache_params=cache)
 
-    return {"forward": forward, "train": lambda: train(mixer, lambda: mixer(x)), "step": step}
+    return {"forward": forward, "train": lambda: train(mixer, lambda: mixer(x[:, :trained])), "step": step}
 
 
-def mambapy_tasks(block: Any, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def mambapy_tasks(block: Any, x: torch.Tensor, trained: int) -> dict[str, Callable[[], Any]]:
     from mambapy.mamba import MambaBlock, MambaConfig
 
     peer = MambaBlock(MambaConfig(d_model=block.config.d_model, n_layers=1, d_state=block.config.state_rank))
@@ -117,7 +115,7 @@ def mambapy_tasks(block: Any, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
         with torch.no_grad():
             return peer.step(x[:, 0], cache)
 
-    return {"forward": forward, "train": lambda: train(peer, lambda: peer(x)), "step": step}
+    return {"forward": forward, "train": lambda: train(peer, lambda: peer(x[:, :trained])), "step": step}
 
 
 def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
@@ -136,17 +134,18 @@ def available(package: str) -> bool:
 
 def measure(shape: str, threads: int, repeats: int, wanted: list[str]) -> list[dict[str, Any]]:
     n = SHAPES[shape]
+    trained = n["trained"]
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     x = torch.randn(n["batch"], n["tokens"], n["d_model"])
     gemm, flops = gemm_task()
     tasks: dict[Any, Callable[[], Any]] = {"gemm": gemm}
     for family, block in ours(n).items():
-        libraries = {"mambakit": our_tasks(block, x)}
+        libraries = {"mambakit": our_tasks(block, x, trained)}
         if available("transformers") and family in ("Mamba-1", "Mamba-2"):
-            libraries["transformers"] = transformers_tasks(family, block, x)
+            libraries["transformers"] = transformers_tasks(family, block, x, trained)
         if available("mambapy") and family == "Mamba-1":
-            libraries["mambapy"] = mambapy_tasks(block, x)
+            libraries["mambapy"] = mambapy_tasks(block, x, trained)
         want = libraries["mambakit"]["forward"]()
         for library, runs in libraries.items():
             difference = ((runs["forward"]() - want).abs().max() / want.abs().max()).item()
