@@ -99,3 +99,8 @@ def test_paths_and_pathways():
         three.fresh_cache(1).with_pathway("triple")
     with pytest.raises(ValueError, match="pathway 'triple' is unknown"):
         three.fresh_cache(1, pathway="triple")
+
+
+def test_cache_of_another_precision(block):
+    with pytest.raises(ValueError, match=r"cache\.\w+ is torch.float32 but x_bsd torch.float64; use float64 for both"):
+        block(tokens(block, 2, 3), caches.to(block.fresh_cache(2), dtype=torch.float32))

@@ -300,3 +300,48 @@ def test_calls_that_do_not_fit():
             decoder.step(bad)
     with pytest.raises(ValueError, match="expected int64"):
         decoder.step(torch.tensor([1, 2], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "mamba3-mimo"])
+def test_step_by_step_overwrites_its_own_states_only(name):
+    model = make_model(CONFIGS[name])
+    ids_b = torch.tensor([1, 2])
+    with torch.no_grad():
+        _, loaded = model(torch.randint(VOCABULARY, (2, 4)))
+        decoder = StepByStep(model, "torch")
+        decoder.load(loaded)
+        entering = [t.clone() for t in tensors_of(loaded)]
+        places = [cache._asdict().get("ssm_bhpr", cache[1]).data_ptr() for cache in decoder._cache]
+        with auto_means("torch"):
+            want, after = model.step(ids_b, loaded)
+        assert error(decoder.step(ids_b), want) < 1e-6
+        snapshot = decoder.cache()
+        with auto_means("torch"):
+            want, _ = model.step(ids_b, after)
+        assert error(decoder.step(ids_b), want) < 1e-6
+    if name != "mamba1":
+        assert [cache.ssm_bhpr.data_ptr() for cache in decoder._cache] == places
+    assert all(map(torch.equal, tensors_of(loaded), entering))
+    assert apart(snapshot, after) < 1e-6
+    # Ordinary tensors, which a step with gradients takes and leaves as they are.
+    before = [t.clone() for t in tensors_of(snapshot)]
+    logits_bw, _ = model.step(ids_b, snapshot)
+    logits_bw.sum().backward()
+    with torch.no_grad(), auto_means("torch"):
+        model.step(ids_b, snapshot)
+    assert all(map(torch.equal, tensors_of(snapshot), before))
+
+
+def test_step_by_step_leaves_the_caches_of_another_step_alone():
+    """It may call the model twice with one cache."""
+
+    class Twice(LanguageModel):
+        def step(self, ids_b, cache=None):
+            super().step(ids_b, cache)
+            return super().step(ids_b, cache)
+
+    model = make_model(CONFIGS["mamba2"])
+    twice = Twice(model.config)
+    twice.load_state_dict(model.state_dict())
+    want = generate(model, [1, 2], max_new_tokens=8, temperature=0, backend="torch")
+    assert torch.equal(generate(twice, [1, 2], max_new_tokens=8, temperature=0, backend="torch"), want)

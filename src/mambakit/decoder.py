@@ -24,6 +24,7 @@ from mambakit.ops import matvec
 from mambakit.ops.backend import auto_means, use_kernels
 from mambakit.ops.kernels.cpu import decode as native
 from mambakit.ops.kernels.cpu.library import why_missing
+from mambakit.ops.step import let_overwrite
 from mambakit.quantization import Bfloat16Linear, Int4Linear, Int8Linear
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
@@ -34,22 +35,35 @@ CALLED = ("forward", "step", "embed", "logits", "run", "with_mlp")
 
 
 class StepByStep:
-    """A model's own steps, in the form of a `Decoder`; with `backend="torch"` in torch's operators alone."""
+    """A model's own steps, in the form of a `Decoder`; with `backend="torch"` in torch's operators alone.
+
+    The states between them are copies that the next step overwrites.
+    """
 
     def __init__(self, model: LanguageModel, backend: str):
         self._model, self._backend = model, backend
+        # A step that somebody else wrote may need its cache for longer.
+        self._overwrites = getattr(model.step, "__func__", None) is LanguageModel.step
         self._cache: Any = None
 
     def load(self, cache: Any) -> None:
         self._cache = cache
+        if self._overwrites:
+            self._cache = tuple(copied(one) for one in cache)
+            for one in self._cache:
+                for tensor in one:
+                    if isinstance(tensor, Tensor):
+                        let_overwrite(tensor)
 
     def step(self, ids_b: Tensor) -> Tensor:
-        with auto_means("torch") if self._backend == "torch" else nullcontext():
+        operators = auto_means("torch") if self._backend == "torch" else nullcontext()
+        with operators, torch.inference_mode() if self._overwrites else torch.no_grad():
             logits_bw, self._cache = self._model.step(ids_b, self._cache)
-        return logits_bw
+        # An ordinary tensor, as those of `cache` are.
+        return logits_bw.clone() if self._overwrites else logits_bw
 
     def cache(self) -> Any:
-        return self._cache
+        return tuple(copied(one) for one in self._cache) if self._overwrites else self._cache
 
 
 def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | StepByStep":

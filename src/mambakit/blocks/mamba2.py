@@ -20,9 +20,9 @@ from mambakit.blocks.layers import (
     is_plain,
     mark,
 )
-from mambakit.ops.activations import softplus
+from mambakit.ops.activations import step_size
 from mambakit.ops.norm import finish
-from mambakit.ops.ssd import learned_start, ssd
+from mambakit.ops.ssd import learned_start, scan
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -182,19 +182,11 @@ class Mamba2(rows.Block[Mamba2Cache]):
         x_bshp = x_bsi.unflatten(-1, (config.nheads, config.per_head_dim))
         b_bsmgr, c_bsmgr = (t.unflatten(-1, (1, config.ngroups, config.state_rank)) for t in (b_bsG, c_bsG))
 
-        dt_bsh = softplus(dt_bsh + self.dt_bias).clamp(*config.dt_limit)
+        dt_bsh = step_size(dt_bsh, self.dt_bias, config.dt_limit)
         dt_bsh = rows.hide_padding(dt_bsh, lengths_b)
         da_bsh = -dt_bsh * torch.exp(self.A_log.to(dt_bsh.dtype))
-        y_bsmhp, state_bhpr = ssd(
-            x_bshp[:, :, None],
-            b_bsmgr,
-            c_bsmgr,
-            da_bsh,
-            dt_bsh,
-            dt_bsh,
-            cache.ssm_bhpr,
-            path=path,
-            segments_bs=segments_bs,
+        y_bsmhp, state_bhpr = scan(
+            x_bshp[:, :, None], b_bsmgr, c_bsmgr, da_bsh, dt_bsh, dt_bsh, cache.ssm_bhpr, path, segments_bs
         )
         if config.learnable_init_states and segments_bs is not None:
             y_start, state_start = learned_start(self.init_states, c_bsmgr, da_bsh, segments_bs)

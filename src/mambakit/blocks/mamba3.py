@@ -11,7 +11,7 @@ from mambakit.blocks import fused_step, rows
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.layers import Linear, RMSNorm, around_scan, init_dt_bias, is_plain, last_token, mark
-from mambakit.ops.activations import heavy_tail, softplus
+from mambakit.ops.activations import heavy_tail, softplus, step_size
 from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
 from mambakit.ops.norm import finish
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
@@ -327,7 +327,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
         lines = (config.ranks, config.ngroups, config.state_rank)
         z_bsi, x_bsi, b_bsG, c_bsG, dt_bsh, a_bsh, trap_bsh, rot_bsR = projected_bsX.split(self.projected, -1)
         heads = (config.nheads, config.per_head_dim)
-        dt_bsh = softplus(dt_bsh + self.dt_bias).clamp(*config.dt_limit)
+        dt_bsh = step_size(dt_bsh, self.dt_bias, config.dt_limit)
         dt_bsh = rows.hide_padding(dt_bsh, lengths_b)
         # The floor before the sign: a clamp after it would turn decay into growth.
         decay_bsh = A_ACTIVATIONS[config.a_activation](a_bsh).clamp(min=config.a_floor)

@@ -68,7 +68,7 @@ class Block(nn.Module, ABC, Generic[Cache]):
         rows = b if cu_seqlens is None else check_packing(cu_seqlens, x_bsd)
         if cache is None:
             cache = self.fresh_cache(rows)
-        check_cache(self, cache, rows, x_bsd.device)
+        check_cache(self, cache, rows, x_bsd)
         ids_bs = None
         if reset_bs is not None:
             check_flags("reset_bs", reset_bs, x_bsd)
@@ -201,8 +201,9 @@ def check_token(block: Block, x_bd: Tensor) -> None:
         raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")
 
 
-def check_cache(block: Block, cache: Any, rows: int, device: torch.device) -> None:
+def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
     family, expected = type(block).__name__, block.cache_shapes(rows)
+    device, double = x_bsd.device, x_bsd.dtype == torch.float64
     if type(cache).__name__ != f"{family}Cache":
         raise ValueError(f"{family} needs a {family}Cache, got {type(cache).__name__}; fresh_cache() makes one")
     for name, shape in expected.items():
@@ -211,6 +212,8 @@ def check_cache(block: Block, cache: Any, rows: int, device: torch.device) -> No
             raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {shape} for {rows} rows")
         if tensor.device != device:
             raise ValueError(f"cache.{name} is on {tensor.device} but x_bsd on {device}; move it with caches.to()")
+        if (tensor.dtype == torch.float64) != double:
+            raise ValueError(f"cache.{name} is {tensor.dtype} but x_bsd {x_bsd.dtype}; use float64 for both or neither")
 
 
 def check_flags(name: str, flags_bs: Tensor, x_bsd: Tensor) -> None:

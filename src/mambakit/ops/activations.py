@@ -1,5 +1,7 @@
 """Activations of step sizes and decays, exact to the last digits of every dtype."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,12 @@ def softplus(x: Tensor) -> Tensor:
     """`log(1 + exp(x))`, in at least float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.softplus(x.to(wide), threshold=SOFTPLUS_THRESHOLD[wide])
+
+
+def step_size(dt: Tensor, bias: Tensor, limit: tuple[float, float]) -> Tensor:
+    """`softplus(dt + bias)` clamped to `limit`."""
+    dt = softplus(dt + bias)
+    return dt if limit == (0.0, math.inf) else dt.clamp(*limit)
 
 
 def heavy_tail(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from mambakit.ops.shapes import bind, check_floats, check_segments, full_precisi
 from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.ssd_recalculated import from_core, ssd_recalculated, to_core
+from mambakit.ops.step import may_overwrite
 
 IN_CHUNKS = {"minimal": ssd_minimal, "serial": ssd_serial}
 
@@ -59,30 +60,47 @@ def ssd(
     )
     if segments_bs is not None:
         check_segments(segments_bs)
-    path = SsdPath.of(path)
-    kernels = takes_kernels(path, v_bsmhp, da_bsh, w_now_bsh, w_later_bsh, state_bhpr)
     if state_bhpr is None:
         state_bhpr = v_bsmhp.new_zeros(size.b, size.h, size.p, size.r, dtype=dtype)
-    state_bhpr = state_bhpr.to(dtype)
+    return scan(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr, SsdPath.of(path), segments_bs)
 
-    if size.s == 0:
+
+def scan(
+    v_bsmhp: Tensor,
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    da_bsh: Tensor,
+    w_now_bsh: Tensor,
+    w_later_bsh: Tensor,
+    state_bhpr: Tensor,
+    path: SsdPath,
+    segments_bs: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`ssd` for tensors that are known to fit together, which takes a token longer to check than to scan."""
+    s, m, p = v_bsmhp.shape[1], v_bsmhp.shape[2], v_bsmhp.shape[4]
+    g, r = b_bsmgr.shape[3:]
+    kernels = takes_kernels(path, v_bsmhp, da_bsh, w_now_bsh, w_later_bsh, state_bhpr)
+    dtype = torch.promote_types(v_bsmhp.dtype, torch.float32)
+    state_bhpr = state_bhpr.to(dtype)
+    if s == 0:
         return v_bsmhp.clone(), state_bhpr.clone()
     sequence = [v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh]
     with full_precision(v_bsmhp.device):
-        if size.s == 1 and path.backend != "cpu":
-            v, b, c, da, w_now, w_later = (tensor[:, 0].to(dtype) for tensor in sequence)
+        if s == 1 and path.backend != "cpu":
+            v, b, c, da, w_now = (tensor[:, 0].to(dtype) for tensor in sequence[:5])
+            w_later = w_now if w_later_bsh is w_now_bsh else w_later_bsh[:, 0].to(dtype)
             return one_token(v, b, c, da, w_now, w_later, state_bhpr, v_bsmhp.dtype)
         if kernels:
             return ssd_cpu(*sequence, state_bhpr, segments_bs, path.chunk_len or 0)
         # The pairs of a chunk number (l m)^2: with several ranks, chunks as much shorter take half the time.
-        optimal = max(SsdPath.optimal_chunk_len(size.r, size.p) // size.m, 16)
-        chunk_len = min(path.chunk_len or optimal, size.s)
+        optimal = max(SsdPath.optimal_chunk_len(r, p) // m, 16)
+        chunk_len = min(path.chunk_len or optimal, s)
         if path.algorithm == "serial_recalculated":
             return ssd_recalculated(*sequence, state_bhpr, segments_bs, chunk_len)
         v, b, c, da, w_now, w_later = (tensor.to(dtype) for tensor in sequence)
         chunks = into_chunks(v, b, c, da, w_now, w_later, segments_bs, chunk_len)
-        y_bnlmgqp, state_bgrqp = IN_CHUNKS[path.algorithm](chunks, to_core(state_bhpr, size.g))
-        y_bsmhp = y_bnlmgqp.flatten(4, 5).flatten(1, 2)[:, : size.s]
+        y_bnlmgqp, state_bgrqp = IN_CHUNKS[path.algorithm](chunks, to_core(state_bhpr, g))
+        y_bsmhp = y_bnlmgqp.flatten(4, 5).flatten(1, 2)[:, :s]
         return y_bsmhp.to(v_bsmhp.dtype), from_core(state_bgrqp)
 
 
@@ -109,18 +127,26 @@ def one_token(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence itself, for decoding: as few passes over the state as there are."""
-    groups = b_bmgr.shape[2]
-    held_bhpr = da_bh.exp()[..., None, None] * state_bhpr
-    b_bg1mr, c_bg1mr = b_bmgr.transpose(1, 2)[:, :, None], c_bmgr.transpose(1, 2)[:, :, None]
-    v_bgqmp, held_bgqpr = (t.unflatten(1, (groups, -1)) for t in (v_bmhp.transpose(1, 2), held_bhpr))
-    # Rows times a transposed matrix, head by head: other ways to batch this product take several times as long.
-    held_bgqmp = c_bg1mr @ held_bgqpr.mT
-    own_bgqmp = (c_bg1mr @ b_bg1mr.mT) @ v_bgqmp
-    now_bgq11 = w_now_bh.unflatten(1, (groups, -1))[..., None, None]
-    y_bmhp = torch.addcmul(held_bgqmp, own_bgqmp, now_bgq11).flatten(1, 2).transpose(1, 2)
+    decay_bh11 = da_bh.exp()[..., None, None]
+    held_bhpr = state_bhpr.mul_(decay_bh11) if may_overwrite(state_bhpr) else decay_bh11 * state_bhpr
     # Without gradients nobody else needs the decayed state: writing into it saves the pages of a second one.
-    state_bhpr = add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr, in_place=not torch.is_grad_enabled())
-    return y_bmhp[:, None].to(dtype), state_bhpr
+    in_place = not torch.is_grad_enabled()
+    if w_now_bh is w_later_bh:
+        state_bhpr = add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr, in_place=in_place)
+        return read_state(state_bhpr, c_bmgr)[:, None].to(dtype), state_bhpr
+    groups = b_bmgr.shape[2]
+    held_bmhp = read_state(held_bhpr, c_bmgr)
+    match_bgmj = c_bmgr.transpose(1, 2) @ b_bmgr.transpose(1, 2).mT
+    own_bgqmp = match_bgmj[:, :, None] @ v_bmhp.transpose(1, 2).unflatten(1, (groups, -1))
+    y_bmhp = torch.addcmul(held_bmhp, own_bgqmp.flatten(1, 2).transpose(1, 2), w_now_bh[:, None, :, None])
+    return y_bmhp[:, None].to(dtype), add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr, in_place=in_place)
+
+
+def read_state(state_bhpr: Tensor, c_bmgr: Tensor) -> Tensor:
+    """`y[m] = state c[m]`."""
+    c_bg1mr, state_bgqpr = c_bmgr.transpose(1, 2)[:, :, None], state_bhpr.unflatten(1, (c_bmgr.shape[2], -1))
+    # Rows times a transposed matrix, head by head: other ways to batch this product take several times as long.
+    return (c_bg1mr @ state_bgqpr.mT).flatten(1, 2).transpose(1, 2)
 
 
 def add_write(
@@ -133,7 +159,7 @@ def add_write(
     for rank in range(v_bmhp.shape[1]):
         factors = (v_bmgqp[:, rank, ..., None], b_bmgr[:, rank, :, None, None])
         state_bgqpr = state_bgqpr.addcmul_(*factors) if in_place else state_bgqpr.addcmul(*factors)
-    return state_bgqpr.flatten(1, 2)
+    return state_bhpr if in_place else state_bgqpr.flatten(1, 2)
 
 
 def into_chunks(

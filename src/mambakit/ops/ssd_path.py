@@ -43,7 +43,7 @@ class SsdPath:
         """`path`, or the default for None."""
         if path is not None and not isinstance(path, SsdPath):
             raise ValueError(f"path is {path!r}, expected an SsdPath such as SsdPath.serial(64)")
-        return path or cls()
+        return path or DEFAULT
 
     @classmethod
     def minimal(cls, chunk_len: int | None = None) -> "SsdPath":
@@ -104,3 +104,6 @@ class SsdPath:
     def run(self, inputs: Any) -> Any:
         """`inputs.run(self)`, in the seeds' word order."""
         return inputs.run(self)
+
+
+DEFAULT = SsdPath()

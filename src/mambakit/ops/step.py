@@ -1,4 +1,4 @@
-"""One token through a fused kernel: which calls may take it, and the operators that do."""
+"""One token: which calls a fused kernel may take, the operators that do, and which states may be overwritten."""
 
 from collections.abc import Iterable
 
@@ -32,3 +32,18 @@ def can_fuse(backend: str, tensors: tuple[Tensor | None, ...], trained: Iterable
     if with_gradients and any(tensor.requires_grad for tensor in trained):
         return False
     return use_kernels(backend, *tensors)
+
+
+def let_overwrite(state: Tensor) -> Tensor:
+    """`state`, which a step may from now on turn into the next one instead of making a new tensor.
+
+    A model's states are too large for the allocator to keep at hand: a new one costs more in fresh pages than the step.
+    """
+    state._may_overwrite = True  # type: ignore[attr-defined]
+    return state
+
+
+def may_overwrite(state: Tensor) -> bool:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return getattr(state, "_may_overwrite", False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from mambakit.ops.shapes import bind, full_precision
 from mambakit.ops.ssd import add_write, ssd
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.step import may_overwrite
 
 PATHWAYS = ("single", "double")
 
@@ -79,9 +80,12 @@ def _single(v, b, c, da_bsh, gamma_bsh, left_bsh, state_bhpr, v_last_bmhp, b_las
         state_bhpr = v.new_zeros(v.shape[0], *v.shape[3:], b.shape[-1], dtype=gamma_bsh.dtype)
     if v.shape[1]:
         last = (tensor.to(left_bsh.dtype) for tensor in (v_last_bmhp, b_last_bmgr))
-        state_bhpr = add_write(state_bhpr.to(left_bsh.dtype), left_bsh[:, 0], *last)
+        state_bhpr = state_bhpr.to(left_bsh.dtype)
+        state_bhpr = add_write(state_bhpr, left_bsh[:, 0], *last, in_place=may_overwrite(state_bhpr))
     # The last token has no successor here; its left-end share is added by the next call.
-    w_later_bsh = gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, min(v.shape[1], 1)))
+    w_later_bsh = gamma_bsh
+    if v.shape[1] > 1:
+        w_later_bsh = gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, 1))
     return ssd(v, b, c, da_bsh, gamma_bsh, w_later_bsh, state_bhpr, path=path, segments_bs=segments_bs)
 
 
