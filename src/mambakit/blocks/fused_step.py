@@ -11,7 +11,14 @@ from torch import Tensor
 
 from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, RMSNorm, is_plain
 from mambakit.ops import step
+from mambakit.ops.backend import use_kernels
 from mambakit.ops.ssd_path import SsdPath
+
+
+def is_step(projected_bsX: Tensor, path: SsdPath | None, segments_bs: Tensor | None, lengths_b: Tensor | None) -> bool:
+    """One token of every row, and kernels that might take it."""
+    whole = projected_bsX.shape[1] == 1 and segments_bs is None and lengths_b is None
+    return whole and use_kernels(SsdPath.of(path).backend)
 
 
 def mamba1(
@@ -22,7 +29,7 @@ def mamba1(
     segments_bs: Tensor | None,
     lengths_b: Tensor | None,
 ) -> tuple[Tensor, Any] | None:
-    if projected_bsX.shape[1] != 1 or segments_bs is not None or lengths_b is not None:
+    if not is_step(projected_bsX, path, segments_bs, lengths_b):
         return None
     conv = block.conv1d
     if not is_plain(conv, CausalConv1d):
@@ -48,7 +55,7 @@ def mamba2(
     segments_bs: Tensor | None,
     lengths_b: Tensor | None,
 ) -> tuple[Tensor, Any] | None:
-    if projected_bsX.shape[1] != 1 or segments_bs is not None or lengths_b is not None:
+    if not is_step(projected_bsX, path, segments_bs, lengths_b):
         return None
     config, conv = block.config, block.conv1d
     norm = block.norm if config.rmsnorm else None
@@ -73,7 +80,7 @@ def mamba3(
     segments_bs: Tensor | None,
     lengths_b: Tensor | None,
 ) -> tuple[Tensor, Any] | None:
-    if projected_bsX.shape[1] != 1 or segments_bs is not None or lengths_b is not None:
+    if not is_step(projected_bsX, path, segments_bs, lengths_b):
         return None
     config = block.config
     norm = block.norm if config.is_outproj_norm else None

@@ -34,7 +34,8 @@ class Linear(nn.Linear):
     def has_kernel(self, input: Tensor) -> bool:
         # A compiler has its own way with a torch operator.
         return (
-            not torch.compiler.is_compiling()
+            not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+            and use_kernels("auto")
             and input.dtype == self.weight.dtype == torch.float32
             and matvec.applies(input, self.stored())
         )
@@ -42,21 +43,24 @@ class Linear(nn.Linear):
     def is_decoding(self, input: Tensor) -> bool:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or input.device.type != "cpu":
             return False
-        few = 0 < input.numel() <= 4 * self.in_features and self.out_features % 2 == 0
-        wide = input.dtype == self.weight.dtype and input.dtype in (torch.float32, torch.float64)
-        return few and wide and self.weight.is_contiguous() and not torch.is_autocast_enabled("cpu")
+        if not 0 < input.numel() <= 4 * self.in_features or self.out_features % 2:
+            return False
+        weight, dtype = self.weight, input.dtype
+        wide = dtype == weight.dtype and (dtype == torch.float32 or dtype == torch.float64)
+        return wide and weight.is_contiguous() and not torch.is_autocast_enabled("cpu")
 
     def stored(self) -> matvec.Weights:
         """The weight as the decoding kernels read it."""
         return matvec.Weights(matvec.FLOAT32, self.in_features, self.weight, None, self.bias)
 
     def multiply_halves(self, input: Tensor) -> Tensor:
-        x_kB = input.reshape(-1, self.in_features).T
-        halves = self.weight.view(2, -1, self.in_features)
-        # Contiguous: what follows is slow on a transposed result.
-        y_Bn = torch.bmm(halves, x_kB.expand(2, -1, -1)).flatten(0, 1).T.contiguous()
-        y_Bn = y_Bn if self.bias is None else y_Bn + self.bias
-        return y_Bn.reshape(*input.shape[:-1], self.out_features)
+        x_2kB = input.reshape(1, -1, self.in_features).mT.expand(2, -1, -1)
+        y_2nB = torch.bmm(self.weight.view(2, -1, self.in_features), x_2kB)
+        if y_2nB.shape[2] > 1:
+            # Contiguous: what follows is slow on a transposed result.
+            y_2nB = y_2nB.flatten(0, 1).mT.contiguous()
+        y = y_2nB.view(*input.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
 
 
 class RMSNorm(nn.Module):
@@ -109,8 +113,8 @@ class CausalConv1d(nn.Conv1d):
         if not self.is_depthwise:
             return super().forward(input)
         if input.shape[-1] == self.kernel_size[0] and torch.promote_types(input.dtype, torch.float32) == input.dtype:
-            y_bv1 = (input * self.weight[:, 0]).sum(-1, keepdim=True)
-            return y_bv1 if self.bias is None else y_bv1 + self.bias[:, None]
+            y_bv = (input * self.weight.squeeze(1)).sum(-1)
+            return (y_bv if self.bias is None else y_bv + self.bias)[..., None]
         return correlate(input.mT, self.weight[:, 0], self.bias).mT
 
 

@@ -51,13 +51,22 @@ def gated_rms_norm(
         order = kernels.NORM_FIRST if norm_before_gate else kernels.GATE_FIRST
         y = run_kernel(x_N1i, None, None, z_Ni, None, None, None, weight, group_size, order, eps)
         return y.view(x.shape).to(x.dtype)
+    return plain_norm(x, z, weight, eps, group_size, norm_before_gate)
+
+
+def plain_norm(
+    x: Tensor, z: Tensor | None, weight: Tensor | None, eps: float, group_size: int, norm_before_gate: bool
+) -> Tensor:
+    """`gated_rms_norm` in torch's operators."""
     wide = torch.promote_types(x.dtype, torch.float32)
     gate = None if z is None else F.silu(z.to(wide))
     y = x.to(wide) if gate is None or norm_before_gate else x * gate
-    scale = None if weight is None else weight.unflatten(0, (-1, group_size))
-    # The function's bookkeeping takes longer than a token's norm; without gradients it is not needed.
-    norm = Norm.apply if torch.is_grad_enabled() else Norm.forward
-    y = norm(y.unflatten(-1, (-1, group_size)), scale, eps).flatten(-2)
+    if torch.is_grad_enabled() or group_size != x.shape[-1]:
+        scale = None if weight is None else weight.unflatten(0, (-1, group_size))
+        y = Norm.apply(y.unflatten(-1, (-1, group_size)), scale, eps).flatten(-2)
+    else:
+        # The function's bookkeeping takes longer than a token's norm; without gradients it is not needed.
+        y = F.rms_norm(y, (group_size,), None if weight is None else weight.to(wide), eps)
     return (y if gate is None or not norm_before_gate else y * gate).to(x.dtype)
 
 
@@ -89,9 +98,7 @@ def finish(
         "mimo_z_mi": mimo_z_mi,
         "mimo_o_mi": mimo_o_mi,
     }
-    size = bind(y_bsmi=y_bsmi, x_bsi=x_bsi, z_bsi=z_bsi, **parameters)
-    check_floats({"y_bsmi": y_bsmi, "x_bsi": x_bsi, "z_bsi": z_bsi}, parameters)
-    group_size = check_group_size(group_size, size.i)
+    group_size = check_group_size(group_size, z_bsi.shape[-1])
     order = kernels.NORM_FIRST if norm_before_gate else kernels.GATE_FIRST
     inputs = (
         y_bsmi.flatten(0, 1),
@@ -101,9 +108,14 @@ def finish(
         *(mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i),
         *(group_size, kernels.NO_NORM if weight_i is None else order, eps),
     )
-    tensors = (y_bsmi, x_bsi, z_bsi, *parameters.values())
-    out_Ni = run_kernel(*inputs) if use_kernels(backend, *tensors) else plain_finish(*inputs)
-    return out_Ni.view(size.b, size.s, size.i).to(z_bsi.dtype)
+    if use_kernels(backend, y_bsmi, x_bsi, z_bsi, *parameters.values()):
+        # What the kernel would read past its end, torch's operators refuse.
+        bind(y_bsmi=y_bsmi, x_bsi=x_bsi, z_bsi=z_bsi, **parameters)
+        check_floats({"y_bsmi": y_bsmi, "x_bsi": x_bsi, "z_bsi": z_bsi}, parameters)
+        out_Ni = run_kernel(*inputs)
+    else:
+        out_Ni = plain_finish(*inputs)
+    return out_Ni.view(z_bsi.shape).to(z_bsi.dtype)
 
 
 def plain_finish(
@@ -122,16 +134,13 @@ def plain_finish(
     """The kernel's twin."""
     if x_Ni is not None and skip_i is not None:
         x_N1i = x_Ni[:, None]
-        y_Nmi = y_Nmi + skip_i * (x_N1i if mimo_x_mi is None else x_N1i * mimo_x_mi)
+        y_Nmi = torch.addcmul(y_Nmi, skip_i, x_N1i if mimo_x_mi is None else x_N1i * mimo_x_mi)
     gate_Nmi = None
     if z_Ni is not None:
         z_N1i = z_Ni[:, None]
-        gate_Nmi = (z_N1i if mimo_z_mi is None else z_N1i * mimo_z_mi).to(y_Nmi.dtype).expand_as(y_Nmi)
+        gate_Nmi = (z_N1i if mimo_z_mi is None else z_N1i * mimo_z_mi).to(y_Nmi.dtype)
     if order != kernels.NO_NORM:
-        first = order == kernels.NORM_FIRST
-        y_Nmi = gated_rms_norm(
-            y_Nmi, gate_Nmi, weight_i, eps, group_size=group, norm_before_gate=first, backend="torch"
-        )
+        y_Nmi = plain_norm(y_Nmi, gate_Nmi, weight_i, eps, group, order == kernels.NORM_FIRST)
     elif gate_Nmi is not None:
         y_Nmi = y_Nmi * F.silu(gate_Nmi)
     if mimo_o_mi is None and y_Nmi.shape[1] == 1:

@@ -60,6 +60,9 @@ def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None]
     Float64 is everywhere or nowhere: a mixture would lose silently what the caller asked for.
     """
     given = {name: tensor for name, tensor in {**same, **(wider or {})}.items() if tensor is not None}
+    dtypes = {tensor.dtype for tensor in given.values()}
+    if dtypes in ({torch.float32}, {torch.float64}):
+        return dtypes.pop()
     for name, tensor in given.items():
         if tensor.dtype not in FLOATS:
             raise ValueError(f"{name} is {tensor.dtype}, expected float16, bfloat16, float32 or float64")
