@@ -79,8 +79,7 @@ def test_many_steps_are_a_forward(name):
     x, cache = tokens(block, 2, 200), random_cache(block, 2)
     with torch.no_grad():
         y, last = wide(block)(x.double(), wide(cache))
-    # Two hundred roundings of the state and the angle.
-    check(1e-4, walk(block, x, cache), {"y": y, **tensors_of(last)}, floor=1e-3)
+    check(1e-5, walk(block, x, cache), {"y": y, **tensors_of(last)}, floor=1e-3)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -431,7 +430,7 @@ def test_golden_blocks(case, ran):
             angle = name == "angle_state"
             want |= {"cos": x["out.final.angle_state"].cos(), "sin": x["out.final.angle_state"].sin()} if angle else {}
             want |= {} if angle else {field: x[f"out.final.{name}"]}
-    check(2e-5, got, want, floor=1e-3)
+    check(1e-5, got, want, floor=1e-3)
 
 
 def official_names(cache) -> dict[str, str]:
