@@ -34,7 +34,7 @@ OFFICIAL_NAMES = {
         **{"ngroups": 2, "nheads": 4, "chunk_size": 256, "layer_idx": 3},
     },
     "Mamba3": {
-        **{"d_model": 16, "d_state": 8, "d_inner": 32, "headdim": 8, "num_bc_heads": 1, "nheads": 4},
+        **{"d_model": 16, "d_state": 8, "expand": 2, "d_inner": 32, "headdim": 8, "num_bc_heads": 1, "nheads": 4},
         **{"chunk_size": 64, "is_mimo": True, "mimo_rank": 2, "A_floor": 1e-4, "layer_idx": 3},
     },
 }

@@ -249,7 +249,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
         rows.check_token(self, x_bd)
         rows.check_input(self, x_bd[:, None])
         token = self.describe(self.in_proj(x_bd[:, None]), None)
-        v_bsmhp = self.expand(token.x_bshp, "torch")
+        v_bsmhp = self.per_rank(token.x_bshp, "torch")
         wide_b, wide_c = (t.to(token.dt_bsh.dtype) for t in self.per_head(token))
         answer_bsmhr = response(self.config, wide_b, token.dt_bsh, token.da_bsh, token.lambda_bsh, token.rot_bsR)
         read_bsmjh = torch.einsum("bsmhr,bsjhr->bsmjh", wide_c, answer_bsmhr)
@@ -296,14 +296,14 @@ class Mamba3(rows.Block[Mamba3Cache]):
         backend = around_scan(path)
         b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs, backend)
         y_bsmhp, state_bhpr = trapezoid(
-            self.expand(token.x_bshp, backend),
+            self.per_rank(token.x_bshp, backend),
             b_bsmhr,
             c_bsmhr,
             token.da_bsh,
             token.dt_bsh,
             token.lambda_bsh,
             cache.ssm_bhpr,
-            self.expand(cache.v_state_bhp[:, None], backend)[:, 0],
+            self.per_rank(cache.v_state_bhp[:, None], backend)[:, 0],
             cache.k_state_bmhr,
             pathway=cache.pathway,
             path=path,
@@ -387,7 +387,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
             b_bsmhr, c_bsmhr = rotate_all((b_bsmhr, c_bsmhr), angle_bsha, config.pairing)
         return b_bsmhr.to(dtype), c_bsmhr.to(dtype), last
 
-    def expand(self, x_bshp: Tensor, backend: str) -> Tensor:
+    def per_rank(self, x_bshp: Tensor, backend: str) -> Tensor:
         """Values: a copy of x for every rank, each with its own weights."""
         return expand_ranks(x_bshp, self.mimo_x, backend=backend) if self.config.is_mimo else x_bshp[:, :, None]
 
@@ -400,7 +400,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
         mimo = {f"{name}_mi": getattr(self, name).transpose(0, 1).flatten(1) for name in names}
         norm = self.norm if config.is_outproj_norm else None
         if norm is not None and not is_plain(norm, RMSNorm):
-            v_bsmi = self.expand(token.x_bshp, "torch").flatten(-2)
+            v_bsmi = self.per_rank(token.x_bshp, "torch").flatten(-2)
             y_bsmi = norm((y_bsmi + skip_i * v_bsmi).to(v_bsmi.dtype))
             norm, skip_i = None, torch.zeros_like(skip_i)
         y_bsi = finish(

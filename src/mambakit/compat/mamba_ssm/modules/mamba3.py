@@ -68,7 +68,7 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         )
         super().__init__(config, device=device, dtype=dtype)
         self.d_model, self.d_state, self.headdim, self.A_floor = d_model, d_state, headdim, A_floor
-        self.d_inner, self.nheads, self.num_bc_heads = config.d_inner, config.nheads, ngroups
+        self.expand, self.d_inner, self.nheads, self.num_bc_heads = expand, config.d_inner, config.nheads, ngroups
         self.is_mimo, self.mimo_rank, self.is_outproj_norm = is_mimo, config.ranks, is_outproj_norm
         self.rotary_dim_divisor, self.split_tensor_size = int(2 / rope_fraction), config.rope_dim
         self.num_rope_angles, self.chunk_size, self.layer_idx = config.rope_dim // 2, chunk_size, layer_idx
