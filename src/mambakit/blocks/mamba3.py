@@ -276,7 +276,8 @@ class Mamba3(rows.Block[Mamba3Cache]):
     def pieces(self, x_bsd: Tensor) -> int:
         """Into how many a sequence is cut. One where there are gradients: they need B and C whole anyway."""
         config, (b, s, _) = self.config, x_bsd.shape
-        if s < 256 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        # The compiler first: it would take the length for one below 256 ever after.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or s < 256:
             return 1
         return max(-(-b * s * config.ranks * config.nheads * config.state_rank // PIECE), 1)
 

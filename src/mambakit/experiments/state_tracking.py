@@ -25,7 +25,7 @@ PAPER = {
 """Scaled accuracy in per cent for `FAMILY`: table 5b of "Mamba-3", arXiv 2603.15569, at length 256."""
 
 FULL = {
-    "parity": Recipe(steps=2000),
+    "parity": Recipe(steps=1000),
     "arithmetic": Recipe(steps=3000, seeds=(0,)),
     "brackets": Recipe(steps=3000, seeds=(0,)),
     "a5": Recipe(steps=3000, seeds=(0,)),

@@ -84,8 +84,8 @@ def _single(v, b, c, da_bsh, gamma_bsh, left_bsh, state_bhpr, v_last_bmhp, b_las
         state_bhpr = add_write(state_bhpr, left_bsh[:, 0], *last, in_place=may_overwrite(state_bhpr))
     # The last token has no successor here; its left-end share is added by the next call.
     w_later_bsh = gamma_bsh
-    if v.shape[1] > 1:
-        w_later_bsh = gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, 1))
+    if v.shape[1] != 1:
+        w_later_bsh = gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, min(v.shape[1], 1)))
     return ssd(v, b, c, da_bsh, gamma_bsh, w_later_bsh, state_bhpr, path=path, segments_bs=segments_bs)
 
 
