@@ -7,8 +7,9 @@ python -m benchmarks.decode --quantization    the loss of small models on Python
 
 "x weights" is relative to reading the weights once at the bandwidth of a loop that only reads, "x bytes" to reading the
 weights and reading and writing every row's state, "x matvecs" to torch's products of all float32 projections with one
-token. "torch" is our step in torch's operators (`backend="torch"`), "ours" that of "auto". The peer gets our weights
-and its logits are compared. It needs the `bench` extra; without it, only ours is measured.
+token, "x floor" to a prompt's matrix products at the speed of one large `torch.mm` of the same rounds. "torch" is our
+step in torch's operators (`backend="torch"`), "ours" that of "auto". The peer gets our weights and its logits are
+compared. It needs the `bench` extra; without it, only ours is measured.
 """
 
 import argparse
@@ -23,13 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measure import interleaved, median, peak_bytes, progress, table, write_json
+from benchmarks.measure import gemm_task, interleaved, median, peak_bytes, progress, table, write_json
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig, quantize, stream
+from mambakit.benchmark import module_flops
 from mambakit.ops.backend import auto_means
 from mambakit.ops.kernels.cpu.library import kernel, why_missing
 from mambakit.quantization import quantization_report, weight_bytes
 
-PROMPT = 2048
+PROMPTS = (512, 2048)
 BATCHES = (1, 8)
 BLOCKS = {
     "mamba1": Mamba1Config(d_model=768),
@@ -53,6 +55,11 @@ def bytes_per_token(model: LanguageModel) -> int:
 def state_bytes(model: LanguageModel, batch: int) -> int:
     """Of the states that a step reads and writes."""
     return 2 * sum(t.nbytes for cache in model.fresh_cache(batch) for t in cache if isinstance(t, Tensor))
+
+
+def prefill_flops(model: LanguageModel, tokens: int) -> float:
+    """Of a prompt's matrix products; the head meets its last token only."""
+    return module_flops(model.backbone, tokens) + module_flops(model.lm_head, 1)
 
 
 def reader(memory: Tensor) -> Callable[[], Any]:
@@ -136,7 +143,7 @@ def peer_prefill(peer: Any, ids: Tensor) -> Callable[[], Any]:
 def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list[dict[str, Any]]:
     """Seconds of everything at this number of threads, the reading of memory measured in the same rounds."""
     torch.set_num_threads(threads)
-    memory = torch.ones(160_000_000)
+    memory = torch.rand(160_000_000)
     steps: dict[Any, Callable[[], Any]] = {
         ("read", "640 MB", 0): reader(memory),
         ("matvecs", "torch", 1): matvecs(model),
@@ -148,11 +155,15 @@ def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list
         steps["decode", "torch", batch] = our_step(model, batch, "torch")
         if peer is not None:
             steps["decode", "transformers", batch] = peer_step(peer, batch)
-    ids = torch.randint(VOCABULARY, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-    prefills: dict[Any, Callable[[], Any]] = {("prefill", "ours", 1): our_prefill(model, ids)}
-    if peer is not None:
-        prefills["prefill", "transformers", 1] = peer_prefill(peer, ids)
-    times = {**interleaved(steps, repeats), **interleaved(prefills, 2)}
+    gemm, gemm_flops = gemm_task()
+    prefills: dict[Any, Callable[[], Any]] = {}
+    for tokens in PROMPTS:
+        ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
+        prefills[f"prefill {tokens}", "ours", tokens] = our_prefill(model, ids)
+        if peer is not None:
+            prefills[f"prefill {tokens}", "transformers", tokens] = peer_prefill(peer, ids)
+    times = {**interleaved(steps, repeats), **interleaved({"gemm": gemm, **prefills}, max(repeats // 3, 1))}
+    flops_per_second = gemm_flops / median(times.pop("gemm"))
     bandwidth = memory.nbytes / median(times.pop(("read", "640 MB", 0)))
     peaks = {key: peak_bytes(task) for key, task in prefills.items()}
     return [
@@ -160,15 +171,16 @@ def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list
             "threads": threads,
             "what": what,
             "library": library,
-            "batch": batch,
+            "tokens": tokens,
             "ms": 1e3 * median(seconds),
             "times": len(seconds),
             "bandwidth_gb_s": bandwidth / 1e9,
             "weights_ms": 1e3 * bytes_per_token(models.get(library, model)) / bandwidth,
-            "state_ms": 1e3 * state_bytes(model, batch) / bandwidth,
-            "peak_bytes": peaks.get((what, library, batch)),
+            "state_ms": 1e3 * state_bytes(model, tokens) / bandwidth if what == "decode" else 0.0,
+            "floor_ms": 1e3 * prefill_flops(model, tokens) / flops_per_second,
+            "peak_bytes": peaks.get((what, library, tokens)),
         }
-        for (what, library, batch), seconds in times.items()
+        for (what, library, tokens), seconds in times.items()
     ]
 
 
@@ -176,16 +188,16 @@ def show(rows: list[dict[str, Any]]) -> None:
     matvecs = {row["threads"]: row["ms"] for row in rows if row["what"] == "matvecs"}
     lines = []
     for row in rows:
-        line = [str(row["threads"]), row["what"], row["library"], str(row["batch"]), f"{row['ms']:.1f}"]
-        if row["what"] == "prefill":
-            line += [f"{1e3 * PROMPT / row['ms']:.0f}", "", "", "", f"{row['peak_bytes'] / 1e6:.0f}"]
+        line = [str(row["threads"]), row["what"], row["library"], str(row["tokens"]), f"{row['ms']:.1f}"]
+        line.append(f"{1e3 * row['tokens'] / row['ms']:.1f}")
+        if row["what"].startswith("prefill"):
+            line += ["", "", "", f"{row['ms'] / row['floor_ms']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}"]
         else:
             floors = (row["weights_ms"], row["weights_ms"] + row["state_ms"], matvecs[row["threads"]])
-            floors = [f"{row['ms'] / floor:.2f}" for floor in floors]
-            line += [f"{1e3 * row['batch'] / row['ms']:.1f}", *floors, ""]
+            line += [*(f"{row['ms'] / floor:.2f}" for floor in floors), "", ""]
         lines.append(line)
-    heads = ["threads", "what", "library", "batch", "ms", "tokens/s", "x weights", "x bytes", "x matvecs", "peak MB"]
-    print(table(heads, lines))
+    heads = ["threads", "what", "library", "tokens", "ms", "tokens/s", "x weights", "x bytes", "x matvecs", "x floor"]
+    print(table([*heads, "peak MB"], lines))
     for threads, ms in matvecs.items():
         row = next(row for row in rows if row["threads"] == threads and row["library"] == "ours")
         print(
@@ -275,7 +287,7 @@ def main() -> None:
     peer = make_peer(model) if has_peer else None
     threads, repeats = ([1], 3) if arguments.quick else (arguments.threads, arguments.repeats)
     rows = [row for count in threads for row in measure(count, repeats, model, peer)]
-    print(f"\nfloat32 {arguments.family}, {weight_bytes(model) / 1e6:.0f} MB of weights; prefill of {PROMPT} tokens\n")
+    print(f"\nfloat32 {arguments.family}, {weight_bytes(model) / 1e6:.0f} MB of weights; tokens: batch or prompt\n")
     show(rows)
     print(f"\nwritten to {write_json('decode', {'config': config.to_dict(), 'rows': rows}).name}")
 
