@@ -167,3 +167,18 @@ def test_step_infinite_is_where_steps_converge(name):
         return y[:, -1]
 
     check(1e-8, run(block.step_infinite), run(unrolled))
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_without_gradients(name, warm):
+    """In float64 and so in torch's operators, which have a shorter way through a token then."""
+    block = make_block(name)
+    x, cache = tokens(block, 2, LENGTH), random_cache(block, 2) if warm else None
+    want_y, want_cache = steps(block, x, cache)
+    given = [] if cache is None else [t.clone() for t in tensors_of(cache).values()]
+    with torch.no_grad():
+        y, after = steps(block, x, cache)
+    check(1e-9, {"y": y, **tensors_of(after)}, {"y": want_y, **tensors_of(want_cache)})
+    if cache is not None:
+        assert all(map(torch.equal, tensors_of(cache).values(), given)), "a cache that was given changed"

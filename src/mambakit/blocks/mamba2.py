@@ -21,8 +21,8 @@ from mambakit.blocks.layers import (
     mark,
 )
 from mambakit.ops.activations import step_size
-from mambakit.ops.norm import finish
-from mambakit.ops.ssd import learned_start, scan
+from mambakit.ops.norm import finish, plain_norm
+from mambakit.ops.ssd import learned_start, one_token, scan
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -172,6 +172,9 @@ class Mamba2(rows.Block[Mamba2Cache]):
         projected_bsX = self.in_proj(x_bsd)
         if fused := fused_step.mamba2(self, projected_bsX, cache, path, segments_bs, lengths_b):
             return fused
+        if segments_bs is None and lengths_b is None and self.is_plain_step(projected_bsX, cache, path):
+            y_bi, cache = self.run_token(projected_bsX[:, 0], cache)
+            return self.out_proj(y_bi[:, None]), cache
         z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = projected_bsX.split(
             (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
         )
@@ -196,6 +199,41 @@ class Mamba2(rows.Block[Mamba2Cache]):
         if mlp:
             y_bsi = torch.cat([F.silu(z_mlp) * x_mlp, y_bsi], -1)
         return self.out_proj(y_bsi), Mamba2Cache(window_bvk, state_bhpr)
+
+    def is_plain_step(self, projected_bsX: Tensor, cache: Mamba2Cache, path: SsdPath) -> bool:
+        """Whether `run_token` may take this: one token in one wide dtype, no gradients, modules that nothing wraps."""
+        if projected_bsX.shape[1] != 1 or path.backend == "cpu" or torch.is_grad_enabled():
+            return False
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(projected_bsX.device.type):
+            return False
+        if not is_plain(self.conv1d, CausalConv1d) or (self.config.rmsnorm and not is_plain(self.norm, GatedRMSNorm)):
+            return False
+        dtypes = {projected_bsX.dtype, cache.conv_bvk.dtype, cache.ssm_bhpr.dtype, self.D.dtype}
+        return dtypes in ({torch.float32}, {torch.float64})
+
+    def run_token(self, projected_bX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache]:
+        """What `run` computes between the projections, in as few operators as one token needs."""
+        config, conv = self.config, self.conv1d
+        width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
+        z_mlp, x_mlp, z_bi, xbc_bv, dt_bh = projected_bX.split((mlp, mlp, width, config.conv_dim, config.nheads), 1)
+        window_bvk = torch.cat((cache.conv_bvk[:, :, 1:], xbc_bv[..., None]), 2)
+        xbc_bv = (window_bvk * conv.weight.squeeze(1)).sum(-1)
+        xbc_bv = F.silu(xbc_bv if conv.bias is None else xbc_bv + conv.bias)
+        x_bi, b_bG, c_bG = xbc_bv.split((width, gr, gr), 1)
+        x_bmhp = x_bi.view(-1, 1, config.nheads, config.per_head_dim)
+        b_bmgr, c_bmgr = (t.view(-1, 1, config.ngroups, config.state_rank) for t in (b_bG, c_bG))
+        dt_bh = step_size(dt_bh, self.dt_bias, config.dt_limit)
+        da_bh = -dt_bh * torch.exp(self.A_log)
+        y_bmhp, state_bhpr = one_token(x_bmhp, b_bmgr, c_bmgr, da_bh, dt_bh, dt_bh, cache.ssm_bhpr)
+        y_bi = torch.addcmul(y_bmhp, x_bmhp, self.D.view(config.nheads, -1)).view(-1, width)
+        if config.rmsnorm:
+            norm = self.norm
+            y_bi = plain_norm(y_bi, z_bi, norm.weight, norm.eps, norm.group_size or width, norm.norm_before_gate)
+        else:
+            y_bi = y_bi * F.silu(z_bi)
+        if mlp:
+            y_bi = torch.cat([F.silu(z_mlp) * x_mlp, y_bi], -1)
+        return y_bi, Mamba2Cache(window_bvk, state_bhpr)
 
     def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor, backend: str) -> Tensor:
         """Skip, gate and norm."""

@@ -89,7 +89,8 @@ def scan(
         if s == 1 and path.backend != "cpu":
             v, b, c, da, w_now = (tensor[:, 0].to(dtype) for tensor in sequence[:5])
             w_later = w_now if w_later_bsh is w_now_bsh else w_later_bsh[:, 0].to(dtype)
-            return one_token(v, b, c, da, w_now, w_later, state_bhpr, v_bsmhp.dtype)
+            y_bmhp, state_bhpr = one_token(v, b, c, da, w_now, w_later, state_bhpr)
+            return y_bmhp[:, None].to(v_bsmhp.dtype), state_bhpr
         if kernels:
             return ssd_cpu(*sequence, state_bhpr, segments_bs, path.chunk_len or 0)
         # The pairs of a chunk number (l m)^2: with several ranks, chunks as much shorter take half the time.
@@ -124,7 +125,6 @@ def one_token(
     w_now_bh: Tensor,
     w_later_bh: Tensor,
     state_bhpr: Tensor,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence itself, for decoding: as few passes over the state as there are."""
     decay_bh11 = da_bh.exp()[..., None, None]
@@ -133,13 +133,13 @@ def one_token(
     in_place = not torch.is_grad_enabled()
     if w_now_bh is w_later_bh:
         state_bhpr = add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr, in_place=in_place)
-        return read_state(state_bhpr, c_bmgr)[:, None].to(dtype), state_bhpr
+        return read_state(state_bhpr, c_bmgr), state_bhpr
     groups = b_bmgr.shape[2]
     held_bmhp = read_state(held_bhpr, c_bmgr)
     match_bgmj = c_bmgr.transpose(1, 2) @ b_bmgr.transpose(1, 2).mT
     own_bgqmp = match_bgmj[:, :, None] @ v_bmhp.transpose(1, 2).unflatten(1, (groups, -1))
     y_bmhp = torch.addcmul(held_bmhp, own_bgqmp.flatten(1, 2).transpose(1, 2), w_now_bh[:, None, :, None])
-    return y_bmhp[:, None].to(dtype), add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr, in_place=in_place)
+    return y_bmhp, add_write(held_bhpr, w_later_bh, v_bmhp, b_bmgr, in_place=in_place)
 
 
 def read_state(state_bhpr: Tensor, c_bmgr: Tensor) -> Tensor:
