@@ -164,7 +164,7 @@ class Stream(Iterator[Tensor]):
             self._take_in()
             row_a = self._row_a
             seen_aw = None if self._seen_bw is None else self._seen_bw[row_a.to(self._seen_bw.device)]
-            uniform_a = uniform(self._seed_b[row_a], len(self._given))
+            uniform_a = uniform(self._seed_b[row_a], len(self._given)) if self._sampler.temperature else None
             chosen_a = self._sampler.choose(self._logits_aw, seen_aw, uniform_a).to(self._logits_aw.device)
             self._give_out(chosen_a)
         return self._given[-1]

@@ -28,8 +28,11 @@ class Sampler:
         check_number("top_p", self.top_p, above=0, most=1)
         check_number("min_p", self.min_p, least=0, most=1)
 
-    def choose(self, logits_bw: Tensor, seen_bw: Tensor | None, uniform_b: Tensor) -> Tensor:
-        """One token per row. `seen_bw` says which tokens the penalty is for; `uniform_b` in [0, 1) decides the draw."""
+    def choose(self, logits_bw: Tensor, seen_bw: Tensor | None, uniform_b: Tensor | None) -> Tensor:
+        """One token per row. `seen_bw` says which tokens the penalty is for; `uniform_b` in [0, 1) decides the draw.
+
+        At temperature 0 nothing is drawn, and it may be None.
+        """
         # MPS has no float64, which `draw` needs.
         logits_bw = logits_bw.cpu() if logits_bw.device.type == "mps" else logits_bw
         logits_bw = logits_bw.to(torch.promote_types(logits_bw.dtype, torch.float32))
@@ -40,6 +43,7 @@ class Sampler:
             raise ValueError("the model's logits are not finite; its weights or its cache hold a NaN or an infinity")
         if self.temperature == 0:
             return greedy_b
+        assert uniform_b is not None
         # Relative to the largest first: a low temperature would otherwise overflow.
         return draw(self.filtered((logits_bw - best_b[:, None]) / self.temperature), uniform_b)
 

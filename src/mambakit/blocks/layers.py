@@ -54,13 +54,14 @@ class Linear(nn.Linear):
         return matvec.Weights(matvec.FLOAT32, self.in_features, self.weight, None, self.bias)
 
     def multiply_halves(self, input: Tensor) -> Tensor:
-        x_2kB = input.reshape(1, -1, self.in_features).mT.expand(2, -1, -1)
-        y_2nB = torch.bmm(self.weight.view(2, -1, self.in_features), x_2kB)
+        shape, k, bias = (*input.shape[:-1], self.out_features), self.in_features, self.bias
+        x_2kB = input.reshape(1, -1, k).mT.expand(2, -1, -1)
+        y_2nB = torch.bmm(self.weight.view(2, -1, k), x_2kB)
         if y_2nB.shape[2] > 1:
             # Contiguous: what follows is slow on a transposed result.
             y_2nB = y_2nB.flatten(0, 1).mT.contiguous()
-        y = y_2nB.view(*input.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        y = y_2nB.view(shape)
+        return y if bias is None else y + bias
 
 
 class RMSNorm(nn.Module):
