@@ -5,11 +5,11 @@ python -m benchmarks.decode --family mamba1   another family; the peer knows Mam
 python -m benchmarks.decode --quick           1 thread, few rounds
 python -m benchmarks.decode --quantization    the loss of small models on Python's own source, before and after
 
-"x weights" is relative to reading the weights once at the bandwidth of a loop that only reads, "x bytes" to reading the
-weights and reading and writing every row's state, "x matvecs" to torch's products of all float32 projections with one
-token, "x floor" to a prompt's matrix products at the speed of one large `torch.mm` of the same rounds. "torch" is our
-step in torch's operators (`backend="torch"`), "ours" that of "auto". The peer gets our weights and its logits are
-compared. It needs the `bench` extra; without it, only ours is measured.
+"x weights" is relative to reading the weights once, at the speed of a loop that only reads the float32 weights where
+they lie; "x bytes" to reading the weights and reading and writing every row's state, "x matvecs" to torch's products of
+all float32 projections with one token, "x floor" to a prompt's matrix products at the speed of one large `torch.mm` of
+the same rounds. "torch" is our step in torch's operators (`backend="torch"`), "ours" that of "auto". The peer gets our
+weights and its logits are compared. It needs the `bench` extra; without it, only ours is measured.
 """
 
 import argparse
@@ -62,12 +62,19 @@ def prefill_flops(model: LanguageModel, tokens: int) -> float:
     return module_flops(model.backbone, tokens) + module_flops(model.lm_head, 1)
 
 
-def reader(memory: Tensor) -> Callable[[], Any]:
-    """Reads all of `memory` and does nothing else."""
+def reader(model: LanguageModel) -> tuple[Callable[[], Any], int]:
+    """One pass over the weights where they lie, and its bytes: how fast memory can be read depends on its pages."""
+    weights = [linear.weight.detach() for linear in model.modules() if isinstance(linear, nn.Linear)]
+    bytes_read = sum(weight.nbytes for weight in weights)
     if why_missing() is not None:
-        return memory.sum
+        return lambda: [weight.sum() for weight in weights], bytes_read
     result = torch.zeros(1)
-    return lambda: kernel("read", "pip")(memory.data_ptr(), memory.numel(), result.data_ptr())
+
+    def read() -> None:
+        for weight in weights:
+            kernel("read", "pip")(weight.data_ptr(), weight.numel(), result.data_ptr())
+
+    return read, bytes_read
 
 
 def our_step(model: LanguageModel, batch: int, backend: str) -> Callable[[], Any]:
@@ -143,9 +150,9 @@ def peer_prefill(peer: Any, ids: Tensor) -> Callable[[], Any]:
 def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list[dict[str, Any]]:
     """Seconds of everything at this number of threads, the reading of memory measured in the same rounds."""
     torch.set_num_threads(threads)
-    memory = torch.rand(160_000_000)
+    read, bytes_read = reader(model)
     steps: dict[Any, Callable[[], Any]] = {
-        ("read", "640 MB", 0): reader(memory),
+        "read": read,
         ("matvecs", "torch", 1): matvecs(model),
     }
     models = {"ours": model, "ours bfloat16": quantize(model, 16)}
@@ -164,7 +171,7 @@ def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list
             prefills[f"prefill {tokens}", "transformers", tokens] = peer_prefill(peer, ids)
     times = {**interleaved(steps, repeats), **interleaved({"gemm": gemm, **prefills}, max(repeats // 3, 1))}
     flops_per_second = gemm_flops / median(times.pop("gemm"))
-    bandwidth = memory.nbytes / median(times.pop(("read", "640 MB", 0)))
+    bandwidth = bytes_read / median(times.pop("read"))
     peaks = {key: peak_bytes(task) for key, task in prefills.items()}
     return [
         {

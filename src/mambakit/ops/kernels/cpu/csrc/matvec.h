@@ -202,7 +202,11 @@ MK_EXPORT(read)(const float* data, int64_t floats, float* result) {
     parallel(floats / (16 * W), [&](int64_t begin, int64_t end) {
         vf sums[4] = {};
         for (int64_t i = begin; i < end; i++)
-            for (int64_t j = 0; j < 16; j++) sums[j % 4] += load(data + (i * 16 + j) * W);
+            for (int64_t j = 0; j < 16; j++) {
+                const int64_t at = (i * 16 + j) * W;
+                if (at % 16 == 0) prefetch(data, at * (int64_t)sizeof(float) + AHEAD);
+                sums[j % 4] += load(data + at);
+            }
         const float value = total(sums[0] + sums[1] + sums[2] + sums[3]);
         __atomic_store_n((int32_t*)result, (int32_t)value, __ATOMIC_RELAXED);
     });
