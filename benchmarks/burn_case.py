@@ -18,7 +18,7 @@ from benchmarks.block import STEPS, our_tasks, repeated
 from benchmarks.measure import gemm_task, interleaved, median, table, write_json
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
 
-SIZES = {"d_model": 256, "state_rank": 64, "per_head_dim": 64}
+SIZES: dict[str, Any] = {"d_model": 256, "state_rank": 64, "per_head_dim": 64}
 KINDS = ("forward", "train", "step")
 PUBLISHED_MS = {
     "mamba1": (71.78, 6670.0, 0.346),
