@@ -76,8 +76,9 @@ def accelerate(model: nn.Module) -> Accelerated:
         if "forward" in vars(mixer):
             raise ValueError(f"the forward of {name} is replaced already; undo that first, or accelerate before it")
     forwards = {mixer: rewritten(type(mixer)) for mixer in mixers.values()}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
-        if "forward" not in vars(module) and (forward := kernel_first(module)):
+        if "forward" not in vars(module) and (forward := kernel_first(module, module is head)):
             forwards[module] = forward
     for module, forward in forwards.items():
         module.forward = MethodType(forward, module)
@@ -85,24 +86,33 @@ def accelerate(model: nn.Module) -> Accelerated:
     return Accelerated(list(mixers), used, list(forwards))
 
 
-def kernel_first(module: nn.Module) -> Callable[..., Tensor] | None:
+def kernel_first(module: nn.Module, is_head: bool) -> Callable[..., Tensor] | None:
     """The forward of a norm or linear layer that takes a kernel where there is one; None for any other module."""
     if type(module) is nn.Linear:
-        return multiply
+        return multiply_last if is_head else multiply
     if type(module).__module__.startswith("transformers.") and type(module).__name__ in NORMS:
         return normalize
     return None
 
 
 def multiply(self: nn.Linear, input: Tensor) -> Tensor:
-    """Few rows, as in decoding, at the speed of reading the weight; many by oneDNN, which is ahead of torch's BLAS."""
+    """Few rows, as in decoding, at the speed of reading the weight; many as torch multiplies them."""
     weights = matvec.Weights(matvec.FLOAT32, self.in_features, self.weight, None, self.bias)
-    if is_plain_inference(input, weights):
-        if matvec.applies(input, weights):
-            return matvec.multiply(input, weights)
-        if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
-            return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+    if is_plain_inference(input, weights) and matvec.applies(input, weights):
+        return matvec.multiply(input, weights)
     return F.linear(input, self.weight, self.bias)
+
+
+def multiply_last(self: nn.Linear, input: Tensor) -> Tensor:
+    """The head's many rows by oneDNN, which is ahead of torch's BLAS but rounds in another order.
+
+    Not in the layers before it: over many layers two roundings grow apart.
+    """
+    weights = matvec.Weights(matvec.FLOAT32, self.in_features, self.weight, None, self.bias)
+    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if onednn and is_plain_inference(input, weights) and not matvec.applies(input, weights):
+        return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+    return multiply(self, input)
 
 
 def is_plain_inference(input: Tensor, weights: matvec.Weights) -> bool:
