@@ -136,8 +136,7 @@ def random_config(draw: random.Random):
         rope_fraction=draw.choice((0.0, 0.5, 1.0)),
         rotation_range=draw.choice((1.0, 2.0)),
         a_activation=draw.choice(("heavy_tail", "softplus")),
-        # A norm over one channel is all but its sign: near zero it makes rounding three hundred times as large.
-        is_outproj_norm=draw.random() < 0.4 and p > 1,
+        is_outproj_norm=draw.random() < 0.4,
     )
 
 
