@@ -11,8 +11,8 @@ else
 BIN := .venv/bin
 endif
 PY := $(BIN)/python
-CSRC := src/mambakit/ops/kernels/cpu/csrc
-KERNELS := src/mambakit/ops/kernels/cpu/_native.abi3.so
+CSRC := src/mambakit/kernels/cpu/csrc
+KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .PHONY: demo test check lint format bench kernels sanitize fuzz clean

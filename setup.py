@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-CSRC = Path("src/mambakit/ops/kernels/cpu/csrc")
+CSRC = Path("src/mambakit/kernels/cpu/csrc")
 FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Werror=vla"]
 
 
@@ -33,7 +33,7 @@ class Build(build_ext):
 
 
 kernels = Extension(
-    "mambakit.ops.kernels.cpu._native",
+    "mambakit.kernels.cpu._native",
     sources=[str(CSRC / name) for name in ("library.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp")],
     depends=[str(path) for path in sorted(CSRC.glob("*.h"))],
     language="c++",

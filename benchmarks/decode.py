@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from benchmarks.measure import gemm_task, interleaved, median, peak_bytes, progress, table, write_json
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig, quantize, stream
-from mambakit.benchmark import module_flops
-from mambakit.ops.backend import auto_means
-from mambakit.ops.kernels.cpu.library import kernel, why_missing
-from mambakit.quantization import quantization_report, weight_bytes
+from mambakit.kernels.cpu.library import kernel, why_missing
+from mambakit.models.quantization import quantization_report, weight_bytes
+from mambakit.ops.backends import auto_means
+from mambakit.tools.benchmark import module_flops
 
 PROMPTS = (512, 2048)
 BATCHES = (1, 8)

@@ -19,7 +19,7 @@ from benchmarks import ssd as core
 from benchmarks.block import ours
 from benchmarks.measure import gemm_task, interleaved, median, peak_bytes, table, write_json
 from mambakit import SsdPath
-from mambakit.benchmark import module_flops
+from mambakit.tools.benchmark import module_flops
 
 WIDE = {"d_model": 768, "state_rank": 128, "per_head_dim": 64}
 BACKENDS = ("cpu", "torch")

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.measure import gemm_task, interleaved, median, table, write_json
 from benchmarks.ssd import forward, inputs, train
 from mambakit import SsdPath, ssd
-from mambakit.ops.kernels.cpu.ssd import BACKWARD_ROWS, FORWARD_ROWS
+from mambakit.kernels.cpu.ssd import BACKWARD_ROWS, FORWARD_ROWS
 
 KERNEL = SsdPath(backend="cpu")
 # Mamba-2's, Mamba-3's with B and C per head, and that with four ranks: as many rows in all.

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.measure import interleaved, median, peak_bytes, table, write_json
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
-from mambakit.training import run_in_segments, segments
+from mambakit.training.segments import run_in_segments, segments
 
 
 def tasks(block: torch.nn.Module, x_bsd: torch.Tensor) -> dict[str, Callable[[], Any]]:

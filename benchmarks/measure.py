@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mambakit.measure import environment, gemm_task, interleaved, median, peak_bytes, progress, table
+from mambakit.tools.measure import environment, gemm_task, interleaved, median, peak_bytes, progress, table
 
 __all__ = ["gemm_task", "interleaved", "median", "peak_bytes", "progress", "table", "write_json"]
 

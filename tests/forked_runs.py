@@ -16,9 +16,9 @@ from shutil import copytree, rmtree
 
 import torch
 
-from mambakit.trainer.ranks import Ranks
-from mambakit.trainer.run import train
-from mambakit.trainer.tokens import Bytes
+from mambakit.text.tokens import Bytes
+from mambakit.training.processes import Ranks
+from mambakit.training.run import train
 from trainer_cases import Silent, losses, make_trainer
 
 KILLS = 20

@@ -10,7 +10,7 @@ from torch import Tensor
 import mambakit as mk
 from compare import check, gradients, leaves
 from mambakit import caches
-from mambakit.training import run_in_segments, segments
+from mambakit.training.segments import run_in_segments, segments
 
 BLOCKS = {
     "mamba1": lambda **made: mk.Mamba1(mk.Mamba1Config(d_model=8, state_rank=4), **made),

@@ -18,7 +18,7 @@ from compare import error
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig
 from mambakit.checkpoints import load_model, save_model
 from mambakit.checkpoints import writing as checkpoint_writing
-from mambakit.generation import generate
+from mambakit.inference.generation import generate
 from mambakit.models.multi_gate import MultiGateConfig
 from mambakit.models.schedules import Cyclic
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mambakit.benchmark import module_flops
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
 from mambakit.cli.main import main
+from mambakit.tools.benchmark import module_flops
 
 SMALL = ["bench", "--d-model", "32", "--tokens", "20", "--per-head-dim", "8", "--state-rank", "8", "--repeats", "1"]
 

@@ -7,7 +7,7 @@ import torch
 
 import mambakit as mk
 from mambakit.cli.main import main
-from mambakit.trainer.tokens import Bytes
+from mambakit.text.tokens import Bytes
 from trainer_cases import make_model
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mambakit import self_check
 from mambakit.cli.main import main
+from mambakit.tools import checks as self_check
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 import mambakit as mk
 from mambakit.cli.main import main
-from mambakit.trainer.tokens import Bytes, TokenizerFile
+from mambakit.text.tokens import Bytes, TokenizerFile
 from test_trainer import make_tokenizer
 from trainer_cases import make_model
 

@@ -9,7 +9,7 @@ import pytest
 
 import mambakit as mk
 from mambakit.cli.main import main
-from mambakit.trainer.loop import Trainer
+from mambakit.training.loop import Trainer
 from test_trainer import make_tokenizer
 from trainer_cases import losses, make_documents
 

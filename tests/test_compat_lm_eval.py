@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mambakit as mk
-from mambakit.trainer.tokens import Bytes
+from mambakit.text.tokens import Bytes
 
 pytest.importorskip("lm_eval", reason="an extra: pip install mambakit[eval]")
 

@@ -24,10 +24,10 @@ from mambakit import (
     quantize,
     stream,
 )
-from mambakit.decoder import Decoder, StepByStep, make_decoder, why_not
+from mambakit.inference.decoder import Decoder, StepByStep, make_decoder, why_not
+from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.models.schedules import Cyclic
-from mambakit.ops.backend import auto_means
-from mambakit.ops.kernels.cpu.library import library, why_missing
+from mambakit.ops.backends import auto_means
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 VOCABULARY = 50

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mambakit.cli.main import main
-from mambakit.experiments import digits, expressions, fitting, permutations, state_tracking
-from mambakit.experiments.fitting import Fit, Recipe
-from mambakit.experiments.tasks import IGNORE, RECALL_WORDS, TASKS
-from mambakit.experiments.variants import VARIANTS
+from mambakit.tools.experiments import digits, expressions, fitting, permutations, state_tracking
+from mambakit.tools.experiments.fitting import Fit, Recipe
+from mambakit.tools.experiments.tasks import IGNORE, RECALL_WORDS, TASKS
+from mambakit.tools.experiments.variants import VARIANTS
 
 LENGTHS = [*range(3, 14), 40, 101]
 TINY = ["--steps", "2", "--seeds", "0", "--sequences", "4"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mambakit as mk
-from mambakit.export import (
+from mambakit.inference.export import (
     export_prefill,
     export_step,
     fresh_state,
@@ -41,7 +41,7 @@ def make_model(name: str) -> mk.LanguageModel:
 
 
 def eager(model, ids, state=None):
-    from mambakit.export import filled, flat
+    from mambakit.inference.export import filled, flat
 
     with torch.no_grad():
         cache = None if state is None else filled(model.fresh_cache(1), tuple(state))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from blocks import CONFIGS
 from mambakit import LanguageModel, ModelConfig
-from mambakit.generation import generate, stream
-from mambakit.prefix_cache import PrefixCache
-from mambakit.sampling import Sampler, draw, penalise, row_seeds, uniform
+from mambakit.inference.generation import generate, stream
+from mambakit.inference.prefix_cache import PrefixCache
+from mambakit.inference.sampling import Sampler, draw, penalise, row_seeds, uniform
 
 FAMILIES = ("mamba1", "mamba2", "mamba3", "mamba2-learned", "mamba3-quaternion")
 VOCABULARY = 50

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from compare import error
-from mambakit.blocks.layers import Linear
-from mambakit.ops import matvec
-from mambakit.ops.backend import auto_means
-from mambakit.ops.kernels.cpu.library import library, why_missing
-from mambakit.quantization import Bfloat16Linear, Int4Linear, Int8Linear
+from mambakit.blocks.modules import Linear
+from mambakit.kernels.cpu.library import library, why_missing
+from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
+from mambakit.ops import few_rows as matvec
+from mambakit.ops.backends import auto_means
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 FORMATS = {
@@ -42,7 +42,7 @@ def decoded(weights: matvec.Weights) -> Tensor:
     assert weights.scales is not None
     if weights.format == matvec.INT8:
         return weights.weight.double() * weights.scales.double()[:, None]
-    from mambakit.quantization import NF4
+    from mambakit.models.quantization import NF4
 
     rows, half = len(weights.weight), weights.group // 2
     codes = weights.weight.view(rows, -1, half)

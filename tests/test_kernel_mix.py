@@ -14,15 +14,15 @@ from blocks import CONFIGS, make_block, random_cache, tokens
 from blocks import results as block_outcome
 from compare import check
 from mambakit import SsdPath
+from mambakit.kernels.cpu import causal_conv as conv_kernels
+from mambakit.kernels.cpu import mamba3_prepare as prepare_kernels
+from mambakit.kernels.cpu import norm as norm_kernels
+from mambakit.kernels.cpu import ranks as rank_kernels
+from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.ops.causal_conv import causal_conv_in_parts
-from mambakit.ops.kernels.cpu import causal_conv as conv_kernels
-from mambakit.ops.kernels.cpu import mamba3_prepare as prepare_kernels
-from mambakit.ops.kernels.cpu import norm as norm_kernels
-from mambakit.ops.kernels.cpu import ranks as rank_kernels
-from mambakit.ops.kernels.cpu.library import library, why_missing
+from mambakit.ops.expand_ranks import expand_ranks
 from mambakit.ops.mamba3_prepare import mamba3_prepare
 from mambakit.ops.norm import finish, rms_norm
-from mambakit.ops.ranks import expand_ranks
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=f"no kernels: {why_missing()}")
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compare import check, gradients, leaves
-from mambakit.ops.kernels.cpu.library import library, why_missing
+from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.ops.selective_scan import selective_scan
 from oracles.selective_scan import selective_scan_loop
 

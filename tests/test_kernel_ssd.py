@@ -16,8 +16,8 @@ from torch import Tensor
 from cases import core_heads, core_inputs, random_segments
 from compare import check, gradients, leaves
 from mambakit import SsdPath, ssd
-from mambakit.ops.kernels.cpu.library import INSTRUCTION_SETS, library
-from mambakit.ops.kernels.cpu.ssd import _in_place
+from mambakit.kernels.cpu.library import INSTRUCTION_SETS, library
+from mambakit.kernels.cpu.ssd import _in_place
 from oracles.ssd import core
 
 KERNEL = SsdPath(backend="cpu")

@@ -15,9 +15,9 @@ from blocks import CONFIGS, MAKE, make_block, random_cache, tensors_of, tokens
 from compare import check, error, load_golden
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config, SsdPath
 from mambakit.blocks import fused_step
-from mambakit.ops import step
-from mambakit.ops.kernels.cpu import step as kernels
-from mambakit.ops.kernels.cpu.library import library, why_missing
+from mambakit.kernels.cpu import step as kernels
+from mambakit.kernels.cpu.library import library, why_missing
+from mambakit.ops import fused_step as step
 from test_golden_blocks import build, official_states
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason="the kernels are not built")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from mambakit.ops.kernels.cpu.library import INSTRUCTION_SETS, kernel, library, pointer, why_missing
+from mambakit.kernels.cpu.library import INSTRUCTION_SETS, kernel, library, pointer, why_missing
 
 # How many units in the last place of float32 an approximation may be off.
 FUNCTIONS = {
@@ -57,7 +57,7 @@ def test_vector_functions_at_the_ends():
     ],
 )
 def test_missing_kernels_say_why(setting, reason):
-    code = "from mambakit.ops.kernels.cpu.library import why_missing; print(why_missing())"
+    code = "from mambakit.kernels.cpu.library import why_missing; print(why_missing())"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **setting}, capture_output=True, text=True, check=True
     )

@@ -7,20 +7,19 @@ import mambakit
 
 ROOT = Path(mambakit.__file__).parent
 # A part may import from itself and from the parts below it.
-LAYERS = ["ops", "blocks", "caches", "models", "training", "checkpoints"]
-LAYERS += [
-    "quantization",
-    "decoder",
-    "sampling",
-    "prompts",
-    "prefix_cache",
-    "generation",
-    "measure",
-    "self_check",
-    "benchmark",
-    "export",
+LAYERS = [
+    "kernels",
+    "ops",
+    "blocks",
+    "models",
+    "checkpoints",
+    "text",
+    "inference",
+    "training",
+    "tools",
+    "compat",
+    "cli",
 ]
-LAYERS += ["trainer", "experiments", "compat", "cli"]
 
 
 def imports_of(file: Path) -> set[str]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from compare import check
-from mambakit.blocks.layers import CausalConv1d, Linear
+from mambakit.blocks.modules import CausalConv1d, Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blocks import CONFIGS
 from compare import check
 from mambakit import LanguageModel, Mamba2Config, ModelConfig, generate
-from mambakit.quantization import (
+from mambakit.models.quantization import (
     NF4,
     STRETCHES,
     Bfloat16Linear,
@@ -130,7 +130,7 @@ def test_packing_is_as_documented():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_forward_is_the_decoded_weight(monkeypatch, make, dtype, bias):
-    monkeypatch.setattr("mambakit.quantization.BLOCK", 3 * 50)  # several blocks, the last one shorter
+    monkeypatch.setattr("mambakit.models.quantization.BLOCK", 3 * 50)  # several blocks, the last one shorter
     linear = make_linear(7, 50, bias=bias)
     got = make(linear)
     x = torch.randn(2, 3, 50).to(dtype).requires_grad_()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compare import GRADIENT, VALUE, check, gradients, leaves, load_golden
+from mambakit.kernels.cpu.library import why_missing
+from mambakit.kernels.cpu.selective_scan import selective_scan_cpu, selective_scan_cpu_backward
 from mambakit.ops import selective_scan as module
-from mambakit.ops.kernels.cpu.library import why_missing
-from mambakit.ops.kernels.cpu.selective_scan import selective_scan_cpu, selective_scan_cpu_backward
 from mambakit.ops.selective_scan import scan_tokens, scan_tokens_backward, selective_scan
 from oracles.selective_scan import selective_scan_loop
 

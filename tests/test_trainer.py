@@ -9,14 +9,14 @@ import torch
 
 import mambakit as mk
 from mambakit.blocks.param_groups import hand_over, maps_of, param_groups
-from mambakit.trainer.batches import Rows, encode
-from mambakit.trainer.objective import Objective, TokenLosses, bits_per_byte
-from mambakit.trainer.run import read_log, save, train
-from mambakit.trainer.run_checkpoints import RunCheckpoints, Saved
-from mambakit.trainer.schedules import share_of_peak
-from mambakit.trainer.settings import TrainSettings
-from mambakit.trainer.text import Document, hold_out, read_documents, standard_library
-from mambakit.trainer.tokens import Bytes, TokenizerFile, read_tokens
+from mambakit.text.documents import Document, hold_out, read_documents, standard_library
+from mambakit.text.tokens import Bytes, TokenizerFile, read_tokens
+from mambakit.training.batches import Rows, encode
+from mambakit.training.objective import Objective, TokenLosses, bits_per_byte
+from mambakit.training.run import read_log, save, train
+from mambakit.training.run_checkpoints import RunCheckpoints, Saved
+from mambakit.training.schedules import share_of_peak
+from mambakit.training.settings import TrainSettings
 from trainer_cases import Silent, losses, make_documents, make_model, make_trainer
 
 

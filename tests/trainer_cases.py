@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 
 import mambakit as mk
-from mambakit.trainer.batches import Rows, encode
-from mambakit.trainer.loop import HeldOut, Step, Trainer
-from mambakit.trainer.ranks import Ranks
-from mambakit.trainer.run import LOG, read_log
-from mambakit.trainer.settings import TrainSettings
-from mambakit.trainer.text import Document
-from mambakit.trainer.tokens import Bytes
+from mambakit.text.documents import Document
+from mambakit.text.tokens import Bytes
+from mambakit.training.batches import Rows, encode
+from mambakit.training.loop import HeldOut, Step, Trainer
+from mambakit.training.processes import Ranks
+from mambakit.training.run import LOG, read_log
+from mambakit.training.settings import TrainSettings
 
 TINY = {"steps": 12, "batch": 4, "seq_len": 16, "lr": 0.01, "warmup": 3, "evaluate_every": 6, "save_every": 4}
 

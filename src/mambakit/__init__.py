@@ -1,17 +1,19 @@
 """mambakit: Mamba-1, Mamba-2 and Mamba-3 state-space models for PyTorch, on any device."""
 
-from mambakit import caches
+from mambakit.blocks import caches
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
 from mambakit.checkpoints import load_model, save_model
 from mambakit.compat.hf import accelerate
-from mambakit.generation import generate, stream
+from mambakit.inference.generation import generate, stream
+from mambakit.inference.prefix_cache import PrefixCache
 from mambakit.models.bidirectional import BidirectionalConfig, BidirectionalStack
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.latent_model import LatentConfig, LatentModel
 from mambakit.models.layer import Layer
 from mambakit.models.multi_gate import MultiGate, MultiGateConfig, depth_aware_bias
+from mambakit.models.quantization import quantize
 from mambakit.models.schedules import (
     Custom,
     Cyclic,
@@ -28,9 +30,7 @@ from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.trapezoid import trapezoid
-from mambakit.prefix_cache import PrefixCache
-from mambakit.quantization import quantize
-from mambakit.training import run_in_segments
+from mambakit.training.segments import run_in_segments
 
 Mamba2SsdPath = SsdPath
 Mamba3SsdPath = SsdPath

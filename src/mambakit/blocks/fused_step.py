@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mambakit.blocks.layers import CausalConv1d, GatedRMSNorm, RMSNorm, is_plain
-from mambakit.ops import step
-from mambakit.ops.backend import use_kernels
+from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, RMSNorm, is_plain
+from mambakit.ops import fused_step as step
+from mambakit.ops.backends import use_kernels
 from mambakit.ops.ssd_path import SsdPath
 
 

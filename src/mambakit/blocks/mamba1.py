@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mambakit.blocks import fused_step, rows
+from mambakit.blocks import block as rows
+from mambakit.blocks import fused_step
 from mambakit.blocks.config import Config, check_positive
-from mambakit.blocks.layers import CausalConv1d, Linear, convolve_silu, init_dt_bias, mark
+from mambakit.blocks.modules import CausalConv1d, Linear, convolve_silu, init_dt_bias, mark
 from mambakit.ops.activations import softplus
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath

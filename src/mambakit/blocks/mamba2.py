@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks import fused_step, rows
+from mambakit.blocks import block as rows
+from mambakit.blocks import fused_step
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
-from mambakit.blocks.layers import (
+from mambakit.blocks.modules import (
     CausalConv1d,
     GatedRMSNorm,
     Linear,

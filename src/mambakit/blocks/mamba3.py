@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mambakit.blocks import fused_step, rows
+from mambakit.blocks import block as rows
+from mambakit.blocks import fused_step
 from mambakit.blocks.config import Config, check_divides, check_positive, check_range
 from mambakit.blocks.fixed_point import response
-from mambakit.blocks.layers import Linear, RMSNorm, around_scan, init_dt_bias, is_plain, last_token, mark
+from mambakit.blocks.modules import Linear, RMSNorm, around_scan, init_dt_bias, is_plain, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus, step_size
+from mambakit.ops.expand_ranks import expand_ranks
 from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
 from mambakit.ops.norm import finish
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
-from mambakit.ops.ranks import expand_ranks
 from mambakit.ops.rotation import rotate_all, running_angle
 from mambakit.ops.ssd import learned_start
 from mambakit.ops.ssd_path import SsdPath

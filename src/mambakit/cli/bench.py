@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from mambakit.benchmark import KINDS, Subject, family_config, make_block, make_model, measure
-from mambakit.measure import environment, table
 from mambakit.ops.ssd_path import ALGORITHMS, SsdPath
-from mambakit.self_check import kernels
+from mambakit.tools.benchmark import KINDS, Subject, family_config, make_block, make_model, measure
+from mambakit.tools.checks import kernels
+from mambakit.tools.measure import environment, table
 
 EXAMPLE = "mambakit bench --family mamba2 --d-model 256 --tokens 512 --out bench"
 FAMILIES = ("mamba1", "mamba2", "mamba3", "mamba3-mimo")

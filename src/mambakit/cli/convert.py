@@ -8,8 +8,8 @@ import torch
 
 from mambakit.checkpoints import load_model, save_model
 from mambakit.checkpoints.formats import FORMATS
-from mambakit.trainer.run import MODEL
-from mambakit.trainer.tokens import copy_description
+from mambakit.text.tokens import copy_description
+from mambakit.training.run import MODEL
 
 EXAMPLE = "mambakit convert run/model exported --format official"
 ALIASES = {"hf": "transformers"}

@@ -16,14 +16,14 @@ from mambakit.blocks.mamba3 import Mamba3Config
 from mambakit.checkpoints import load_model
 from mambakit.cli.compressors import Compressed, compress_all, find_zstd
 from mambakit.cli.progress import All, minutes, progress
-from mambakit.generation import Stream
+from mambakit.inference.generation import Stream
 from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.trainer.batches import Rows, encode
-from mambakit.trainer.loop import HeldOut, Trainer
-from mambakit.trainer.run import LOG, MODEL, read_log, train
-from mambakit.trainer.settings import TrainSettings
-from mambakit.trainer.text import Document, hold_out, standard_library
-from mambakit.trainer.tokens import Bytes
+from mambakit.text.documents import Document, hold_out, standard_library
+from mambakit.text.tokens import Bytes
+from mambakit.training.batches import Rows, encode
+from mambakit.training.loop import HeldOut, Trainer
+from mambakit.training.run import LOG, MODEL, read_log, train
+from mambakit.training.settings import TrainSettings
 
 EXAMPLE = "mambakit demo --out mambakit-demo"
 REPORT, PICTURE = "demo.json", "loss.png"

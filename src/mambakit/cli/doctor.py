@@ -7,8 +7,8 @@ import sys
 import time
 from typing import Any
 
-from mambakit.measure import environment, progress, table
-from mambakit.self_check import Check, devices, kernels, run_checks, versions
+from mambakit.tools.checks import Check, devices, kernels, run_checks, versions
+from mambakit.tools.measure import environment, progress, table
 
 EXAMPLE = "mambakit doctor --json"
 

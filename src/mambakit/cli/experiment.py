@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mambakit.experiments import report, state_tracking
-from mambakit.experiments.fitting import Progress, Recipe
-from mambakit.experiments.tasks import TASKS, Task
-from mambakit.experiments.variants import VARIANTS, Variant
+from mambakit.tools.experiments import report, state_tracking
+from mambakit.tools.experiments.fitting import Progress, Recipe
+from mambakit.tools.experiments.tasks import TASKS, Task
+from mambakit.tools.experiments.variants import VARIANTS, Variant
 
 EXAMPLE = "mambakit experiment state-tracking --quick --out runs/state-tracking"
 
@@ -86,7 +86,7 @@ def run_state_tracking(args: argparse.Namespace, console: Any) -> None:
 
 
 def run_digits(args: argparse.Namespace, console: Any) -> None:
-    from mambakit.experiments import digits
+    from mambakit.tools.experiments import digits
 
     with bars() as progress:
         bar = progress.add_task("digits", total=None, note="")

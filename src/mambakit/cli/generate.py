@@ -12,9 +12,9 @@ import torch
 
 from mambakit.checkpoints import load_model
 from mambakit.cli.convert import model_folder
-from mambakit.generation import Stream
+from mambakit.inference.generation import Stream
 from mambakit.models.language_model import LanguageModel
-from mambakit.trainer.tokens import Tokens, read_tokens
+from mambakit.text.tokens import Tokens, read_tokens
 
 EXAMPLE = 'mambakit generate run/model --prompt "def " --max-new-tokens 200 --temperature 0.8'
 

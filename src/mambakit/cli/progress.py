@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mambakit.trainer.loop import Step
-from mambakit.trainer.run import Watch
-from mambakit.trainer.settings import TrainSettings
+from mambakit.training.loop import Step
+from mambakit.training.run import Watch
+from mambakit.training.settings import TrainSettings
 
 SECONDS_BETWEEN_LINES = 10.0
 

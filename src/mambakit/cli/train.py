@@ -16,14 +16,14 @@ from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3Config
 from mambakit.cli.progress import All, TensorBoard, progress
 from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.trainer.batches import Rows, encode
-from mambakit.trainer.loop import HeldOut, Trainer
-from mambakit.trainer.ranks import Ranks
-from mambakit.trainer.run import CHECKPOINTS, MODEL, train
-from mambakit.trainer.run_checkpoints import RunCheckpoints
-from mambakit.trainer.settings import BOUNDARIES, FREE, OPTIMIZERS, PARALLEL, SCHEDULES, TrainSettings
-from mambakit.trainer.text import Document, hold_out, read_documents, standard_library
-from mambakit.trainer.tokens import Bytes, TokenizerFile
+from mambakit.text.documents import Document, hold_out, read_documents, standard_library
+from mambakit.text.tokens import Bytes, TokenizerFile
+from mambakit.training.batches import Rows, encode
+from mambakit.training.loop import HeldOut, Trainer
+from mambakit.training.processes import Ranks
+from mambakit.training.run import CHECKPOINTS, MODEL, train
+from mambakit.training.run_checkpoints import RunCheckpoints
+from mambakit.training.settings import BOUNDARIES, FREE, OPTIMIZERS, PARALLEL, SCHEDULES, TrainSettings
 
 EXAMPLE = "mambakit train notes/ book.txt --out run --steps 2000 --optimizer muon"
 RUN = "run.json"

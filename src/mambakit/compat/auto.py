@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Gen
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from mambakit import caches
+from mambakit.blocks import caches
 from mambakit.checkpoints import load_model
 from mambakit.checkpoints.formats import MODEL_TYPE
 from mambakit.compat.auto_config import MambakitConfig

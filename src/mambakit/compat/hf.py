@@ -20,8 +20,8 @@ from mambakit.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mambakit.compat.mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from mambakit.compat.mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-from mambakit.ops import matvec
-from mambakit.ops.backend import use_kernels
+from mambakit.ops import few_rows
+from mambakit.ops.backends import use_kernels
 from mambakit.ops.norm import gated_rms_norm
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
@@ -97,9 +97,9 @@ def kernel_first(module: nn.Module, is_head: bool) -> Callable[..., Tensor] | No
 
 def multiply(self: nn.Linear, input: Tensor) -> Tensor:
     """Few rows, as in decoding, at the speed of reading the weight; many as torch multiplies them."""
-    weights = matvec.Weights(matvec.FLOAT32, self.in_features, self.weight, None, self.bias)
-    if is_plain_inference(input, weights) and matvec.applies(input, weights):
-        return matvec.multiply(input, weights)
+    weights = few_rows.Weights(few_rows.FLOAT32, self.in_features, self.weight, None, self.bias)
+    if is_plain_inference(input, weights) and few_rows.applies(input, weights):
+        return few_rows.multiply(input, weights)
     return F.linear(input, self.weight, self.bias)
 
 
@@ -108,19 +108,19 @@ def multiply_last(self: nn.Linear, input: Tensor) -> Tensor:
 
     Not in the layers before it: over many layers two roundings grow apart.
     """
-    weights = matvec.Weights(matvec.FLOAT32, self.in_features, self.weight, None, self.bias)
+    weights = few_rows.Weights(few_rows.FLOAT32, self.in_features, self.weight, None, self.bias)
     onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    if onednn and is_plain_inference(input, weights) and not matvec.applies(input, weights):
+    if onednn and is_plain_inference(input, weights) and not few_rows.applies(input, weights):
         return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
     return multiply(self, input)
 
 
-def is_plain_inference(input: Tensor, weights: matvec.Weights) -> bool:
+def is_plain_inference(input: Tensor, weights: few_rows.Weights) -> bool:
     """Float32 on the CPU and no gradient wanted. A compiler has its own way with a torch operator."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     plain = type(input) is Tensor and input.dtype == torch.float32 and input.numel() > 0
-    return plain and matvec.is_stored_well(weights) and use_kernels("auto", input, weights.weight)
+    return plain and few_rows.is_stored_well(weights) and use_kernels("auto", input, weights.weight)
 
 
 def normalize(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -17,13 +17,13 @@ from lm_eval.api.registry import register_model  # pyright: ignore[reportMissing
 from torch import Tensor
 from tqdm import tqdm
 
-from mambakit.caches import select
+from mambakit.blocks.caches import select
 from mambakit.checkpoints import load_model
 from mambakit.checkpoints.files import DTYPES
-from mambakit.generation import Stream, prefill
+from mambakit.inference.generation import Stream, prefill
+from mambakit.inference.prompts import read_prompts
 from mambakit.models.language_model import LanguageModel
-from mambakit.prompts import read_prompts
-from mambakit.trainer.tokens import Tokens, read_tokens
+from mambakit.text.tokens import Tokens, read_tokens
 
 AUTO_BATCH = 16
 LM_EVAL_DEVICE = "cuda:0"

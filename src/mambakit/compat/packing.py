@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.blocks.rows import Layout, check_packing, lay_out
+from mambakit.blocks.block import Layout, check_packing, lay_out
 
 
 def segments_of(seq_idx: Tensor | None, batch: int, length: int) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.blocks.layers import CausalConv1d
+from mambakit.blocks.modules import CausalConv1d
 from mambakit.ops.causal_conv import correlate
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mambakit.caches import select
+from mambakit.blocks.caches import select
 from mambakit.models.class_tokens import ClassTokens, Cursor, Splice, plan
 from mambakit.models.layer import Layer
 from mambakit.models.multi_gate import Residual

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mambakit.caches import register
+from mambakit.blocks.caches import register
 
 Marker = str | int
 NAMED = ("start", "middle", "end")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks.config import check_positive
-from mambakit.blocks.layers import Linear
+from mambakit.blocks.modules import Linear
 from mambakit.models.layer import make_norm, normed
 from mambakit.models.stack import Stack, StackCache, StackConfig
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mambakit.blocks.block import check_flags
 from mambakit.blocks.config import check_positive
-from mambakit.blocks.rows import check_flags
 from mambakit.models.class_tokens import (
     ClassCache,
     ClassTokens,

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks.layers import Linear, RMSNorm
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
+from mambakit.blocks.modules import Linear, RMSNorm
 
 BlockConfig = Mamba1Config | Mamba2Config | Mamba3Config
 FAMILIES: dict[str, tuple[type, type[nn.Module]]] = {

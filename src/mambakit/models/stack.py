@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mambakit.blocks.block import check_flags, check_input, check_token
+from mambakit.blocks.caches import detach
 from mambakit.blocks.config import Config, check_positive
-from mambakit.blocks.rows import check_flags, check_input, check_token
-from mambakit.caches import detach
 from mambakit.models import schedules
 from mambakit.models.class_tokens import (
     ClassCache,

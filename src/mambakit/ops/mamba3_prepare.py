@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from mambakit.ops.backend import use_kernels
-from mambakit.ops.kernels.cpu import mamba3_prepare as kernels
+from mambakit.kernels.cpu import mamba3_prepare as kernels
+from mambakit.ops.backends import use_kernels
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.rotation import check_pairing, rotate_all, running_angle
 from mambakit.ops.shapes import bind, check_floats, check_segments

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.ops.backend import use_kernels
-from mambakit.ops.kernels.cpu import norm as kernels
+from mambakit.kernels.cpu import norm as kernels
+from mambakit.ops.backends import use_kernels
 from mambakit.ops.shapes import bind, check_floats
 
 

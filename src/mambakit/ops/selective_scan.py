@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.kernels.cpu.selective_scan import selective_scan_cpu
 from mambakit.ops.activations import softplus
-from mambakit.ops.backend import use_kernels
-from mambakit.ops.kernels.cpu.selective_scan import selective_scan_cpu
+from mambakit.ops.backends import use_kernels
 from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 
 BLOCK_ELEMENTS = 1 << 18

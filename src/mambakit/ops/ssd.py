@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from mambakit.ops.backend import use_kernels
-from mambakit.ops.kernels.cpu.ssd import ssd_cpu
+from mambakit.kernels.cpu.ssd import ssd_cpu
+from mambakit.ops.backends import use_kernels
+from mambakit.ops.fused_step import may_overwrite
 from mambakit.ops.segments import before_segment
 from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.ssd_recalculated import from_core, ssd_recalculated, to_core
-from mambakit.ops.step import may_overwrite
 
 IN_CHUNKS = {"minimal": ssd_minimal, "serial": ssd_serial}
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mambakit.ops.backend import BACKENDS
+from mambakit.ops.backends import BACKENDS
 
 ALGORITHMS = ("minimal", "serial", "serial_recalculated")
 

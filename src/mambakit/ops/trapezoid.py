@@ -7,10 +7,10 @@ gamma_t = lambda_t dt_t                                    beta_t = (1 - lambda_
 import torch
 from torch import Tensor
 
+from mambakit.ops.fused_step import may_overwrite
 from mambakit.ops.shapes import bind, full_precision
 from mambakit.ops.ssd import add_write, ssd
 from mambakit.ops.ssd_path import SsdPath
-from mambakit.ops.step import may_overwrite
 
 PATHWAYS = ("single", "double")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mambakit.blocks.layers import Linear
+from mambakit.blocks.modules import Linear
 from mambakit.compat.mamba_ssm.models.config_mamba import MambaConfig
 from mambakit.compat.mamba_ssm.modules.block import Block, add_and_norm
 from mambakit.compat.mamba_ssm.modules.mamba2 import Mamba2

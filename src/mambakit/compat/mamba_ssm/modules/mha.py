@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks.layers import Linear, convolve
+from mambakit.blocks.modules import Linear, convolve
 from mambakit.compat.arguments import refuse_unknown
 from mambakit.compat.stateful import PaddedConv1d, without_padding
 

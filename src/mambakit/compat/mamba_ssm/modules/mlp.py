@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks.layers import Linear
+from mambakit.blocks.modules import Linear
 
 __all__ = ["GatedMLP"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.sampling import Sampler
+from mambakit.inference.sampling import Sampler
 
 __all__ = ["GenerationMixin", "InferenceParams", "decode", "sample"]
 

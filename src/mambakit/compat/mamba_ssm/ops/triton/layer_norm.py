@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.blocks import layers
+from mambakit.blocks import modules
 from mambakit.compat.arguments import in_one_precision
 from mambakit.ops.norm import rms_norm
 
@@ -153,7 +153,7 @@ def dropped(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor | None]:
     return x * mask / (1 - dropout_p), mask
 
 
-class RMSNorm(layers.RMSNorm):
+class RMSNorm(modules.RMSNorm):
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, dropout_p: float = 0.0, device: Any = None, dtype: Any = None
     ):

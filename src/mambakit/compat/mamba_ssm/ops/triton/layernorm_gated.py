@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks import layers
+from mambakit.blocks import modules
 from mambakit.compat.arguments import in_one_precision
 from mambakit.ops.norm import rms_norm
 
@@ -70,7 +70,7 @@ def rms_norm_ref(
     return rmsnorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate)
 
 
-class RMSNorm(layers.RMSNorm):
+class RMSNorm(modules.RMSNorm):
     def __init__(
         self,
         hidden_size: int,

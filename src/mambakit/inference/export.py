@@ -1,0 +1,135 @@
+"""A language model as programs for other runtimes: `torch.export`, ONNX, AOTInductor. See docs/export.md.
+
+Two programs with the state as explicit tensors. `prefill` takes a fixed number of tokens, `step` takes one:
+
+    (ids_bs, *state) -> (logits_bsw, *state)        (ids_b, *state) -> (logits_bw, *state)
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mambakit.models.language_model import LanguageModel
+from mambakit.ops.backends import auto_means
+from mambakit.ops.decompositions import DECOMPOSITIONS
+
+Program = torch.export.ExportedProgram
+
+
+class WithState(nn.Module):
+    """The model as a function of ids and a flat list of tensors."""
+
+    def __init__(self, model: LanguageModel, one_token: bool):
+        super().__init__()
+        self.model, self.one_token = model, one_token
+        self.outline = model.fresh_cache(1)
+
+    def forward(self, ids: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        ids_bs = ids[:, None] if self.one_token else ids
+        logits_bsw, cache = self.model(ids_bs, filled(self.outline, state))
+        return logits_bsw[:, 0] if self.one_token else logits_bsw, *flat(cache)
+
+
+def flat(cache: Any) -> list[Tensor]:
+    """The tensors of a cache in the order of `state_names`."""
+    return [part for block in cache for part in block if isinstance(part, Tensor)]
+
+
+def filled(outline: Any, state: tuple[Tensor, ...]) -> Any:
+    """A cache of `outline`'s structure and settings with these tensors; the opposite of `flat`."""
+    tensors = iter(state)
+    return tuple(
+        type(block)(*(next(tensors) if isinstance(part, Tensor) else part for part in block)) for block in outline
+    )
+
+
+def state_names(model: LanguageModel) -> list[str]:
+    """`layer0_ssm_bhpr` and so on: the letters are the axes, the first is the batch."""
+    check_exportable(model)
+    return [
+        f"layer{i}_{name}"
+        for i, block in enumerate(model.fresh_cache(1))
+        for name, part in zip(block._fields, block, strict=True)
+        if isinstance(part, Tensor)
+    ]
+
+
+def fresh_state(model: LanguageModel, batch: int) -> list[Tensor]:
+    """What the first call starts from."""
+    check_exportable(model)
+    return [tensor.detach().clone() for tensor in flat(model.fresh_cache(batch))]
+
+
+def check_exportable(model: LanguageModel) -> None:
+    if not isinstance(model, LanguageModel):
+        raise ValueError(f"only a LanguageModel can be exported this way, got {type(model).__name__}")
+    if not all(hasattr(block, "_fields") for block in model.fresh_cache(1)) or hasattr(model.fresh_cache(1), "_fields"):
+        raise ValueError("models with class latents carry cursors besides their state; export a model without them")
+
+
+def export_prefill(model: LanguageModel, tokens: int) -> Program:
+    """A program for exactly `tokens` tokens, at least 2, of any number of rows."""
+    if tokens < 2:
+        raise ValueError(f"prefill of {tokens} tokens; it takes at least 2, export_step takes one")
+    return _export(model, torch.zeros(2, tokens, dtype=torch.int64), one_token=False)
+
+
+def export_step(model: LanguageModel) -> Program:
+    """A program for one token of any number of rows."""
+    return _export(model, torch.zeros(2, dtype=torch.int64), one_token=True)
+
+
+def save_onnx(model: LanguageModel, folder: str | os.PathLike[str], *, tokens: int = 64) -> tuple[Path, Path]:
+    """Write `prefill.onnx` and `step.onnx`; inputs and outputs are `ids`, `logits` and the names of `state_names`.
+
+    The state comes out as `next_` plus its name. Needs the packages of `mambakit[export]`.
+    """
+    try:
+        import onnx  # noqa: F401 - without it, torch fails far from here
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError("writing ONNX needs onnx and onnxscript: pip install 'mambakit[export]'") from error
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = state_names(model)
+    files = []
+    for name, program in (("prefill", export_prefill(model, tokens)), ("step", export_step(model))):
+        file = folder / f"{name}.onnx"
+        torch.onnx.export(
+            program.run_decompositions(DECOMPOSITIONS),
+            (),
+            str(file),
+            input_names=["ids", *names],
+            output_names=["logits", *(f"next_{state}" for state in names)],
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+        files.append(file)
+    return files[0], files[1]
+
+
+def save_step_package(model: LanguageModel, file: str | os.PathLike[str]) -> Path:
+    """Compile `step` with AOTInductor into a `.pt2` package that `torch._inductor.aoti_load_package` runs."""
+    file = Path(file)
+    if file.suffix != ".pt2":
+        raise ValueError(f"{file.name}: a package of AOTInductor has to end in .pt2")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return Path(torch._inductor.aoti_compile_and_package(export_step(model), package_path=str(file)))
+
+
+def _export(model: LanguageModel, ids: Tensor, *, one_token: bool) -> Program:
+    check_exportable(model)
+    state = fresh_state(model, len(ids))
+    ids = ids.to(state[0].device)
+    batch = torch.export.Dim("batch", min=1)
+    # Fused kernels are for this machine; a program is for any.
+    with torch.no_grad(), auto_means("torch"):
+        return torch.export.export(
+            WithState(model, one_token).eval(),
+            (ids, *state),
+            dynamic_shapes={"ids": {0: batch}, "state": tuple({0: batch} for _ in state)},
+        )

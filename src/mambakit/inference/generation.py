@@ -1,0 +1,241 @@
+"""Continue prompts: read them in pieces, choose tokens one by one, give each out as it comes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambakit.blocks.caches import concat, select
+from mambakit.inference.decoder import make_decoder
+from mambakit.inference.prefix_cache import PrefixCache
+from mambakit.inference.prompts import Ids, Prompts, Stop, read_prompts, read_stops
+from mambakit.inference.sampling import Sampler, check_count, row_seeds, uniform
+from mambakit.models.language_model import LanguageModel
+from mambakit.ops.backends import auto_means, use_kernels
+
+
+def generate(
+    model: LanguageModel,
+    ids: Ids,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    stop: Stop | None = None,
+    seed: int | Sequence[int] | None = None,
+    cache: Any = None,
+    mask_bs: Tensor | None = None,
+    pad_id: int = 0,
+    prefill_chunk: int = 512,
+    prefix_cache: PrefixCache | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The tokens that follow the prompts, `[batch, new]`: all that `Stream` gives with the same arguments."""
+    run = Stream(
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        seed=seed,
+        cache=cache,
+        mask_bs=mask_bs,
+        pad_id=pad_id,
+        prefill_chunk=prefill_chunk,
+        prefix_cache=prefix_cache,
+        backend=backend,
+    )
+    for _ in run:
+        pass
+    return run.tokens
+
+
+class Stream(Iterator[Tensor]):
+    """An iterator over the tokens that follow the prompts, `[batch]` at a time; `mk.stream` is another name for it.
+
+    `ids` is a `[batch, s]` or `[s]` tensor, a list of ids, or a list of prompts of any lengths. `mask_bs` says which of
+    a tensor's ids are there (true) and which are padding, on either side. With `cache` the prompts continue what it has
+    seen; `prefix_cache` saves reading what earlier prompts began with. Prompts are read on construction,
+    `prefill_chunk` tokens at a time.
+
+    `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` are `Sampler`'s. A row's draws depend on its own
+    seed and nothing else: `seed` is one number per row, or one number that gives every row its own.
+
+    A row ends when its new tokens end in one of `stop`, a list of ids and of sequences of ids; these are given out too.
+    Afterwards it gives `pad_id`. The iterator ends after `max_new_tokens` tokens, or earlier with the last row.
+
+    `backend` is how tokens are computed: `"torch"` by torch's operators, `"cpu"` each in one call of the CPU kernels,
+    which raises `ValueError` where a model is not made for that, `"auto"` by the fastest that applies.
+
+    Gradients are not recorded, but caches are ordinary tensors that later calls may go on from with gradients.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        ids: Ids,
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: Stop | None = None,
+        seed: int | Sequence[int] | None = None,
+        cache: Any = None,
+        mask_bs: Tensor | None = None,
+        pad_id: int = 0,
+        prefill_chunk: int = 512,
+        prefix_cache: PrefixCache | None = None,
+        backend: str = "auto",
+    ):
+        check_count("max_new_tokens", max_new_tokens, least=0)
+        check_count("prefill_chunk", prefill_chunk, least=1)
+        if model.backbone.levels:
+            raise ValueError("generation is for models without latents: rows of all lengths would share their places")
+        if type(pad_id) is not int:
+            raise ValueError(f"pad_id is {pad_id!r}, expected a token id")
+        self._sampler = Sampler(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+        )
+        self._model, self._max_new_tokens, self._pad_id = model, max_new_tokens, pad_id
+        self._stops = read_stops(stop, model.config.vocab_size)
+        prompts = read_prompts(ids, mask_bs, model.config.vocab_size, model.backbone.embedding.weight.device)
+        self._seed_b = row_seeds(seed, prompts.rows)
+        self._seen_bw = prompts.seen(model.config.vocab_size) if repetition_penalty is not None else None
+        self._given: list[Tensor] = []
+        # Only rows that go on, `a`, are computed; the caches of ended ones wait in `_ended` until they are asked for.
+        self._row_a = torch.arange(prompts.rows)
+        self._ended: list[tuple[Tensor, Any]] = []
+        self._ends_a = torch.zeros(prompts.rows, dtype=torch.bool)
+        self._pending_a: Tensor | None = None
+        """Tokens given out but not yet taken into the cache."""
+        use_kernels(backend)  # raises for a name it does not know
+        self._backend = backend
+        # "auto" makes one when the first token is taken in.
+        self._decoder = make_decoder(model, backend, prompts.rows) if backend == "cpu" else None
+        with torch.no_grad(), auto_means("torch") if backend == "torch" else nullcontext():
+            if prefix_cache is None:
+                x_bd, self._prompt_cache = prefill(model, prompts, cache, prefill_chunk)
+            elif cache is not None:
+                raise ValueError("a prefix_cache knows prompts from their start; leave it out when continuing a cache")
+            else:
+                x_bd, self._prompt_cache = prefill_by_prefix(model, prompts, prefix_cache, prefill_chunk)
+            self._logits_aw = model.logits(x_bd)
+
+    @property
+    def tokens(self) -> Tensor:
+        """What has been given out so far, `[batch, new]`."""
+        if not self._given:
+            return self._logits_aw.new_empty(len(self._seed_b), 0, dtype=torch.int64)
+        return torch.stack(self._given, 1)
+
+    @property
+    def cache(self) -> Any:
+        """The cache after the prompts and every token given out so far, each row's up to its own end.
+
+        It continues with the tokens that come next: `generate(model, more_ids, cache=run.cache)`. A token is taken into
+        it when the next one is asked for or when this is read, so that the last one costs nothing if nobody reads it.
+        """
+        self._take_in()
+        current = self._prompt_cache
+        if current is None:
+            assert self._decoder is not None
+            current = self._decoder.cache()
+        if not self._ended:
+            return current
+        row_b = torch.cat([row for row, _ in self._ended] + [self._row_a])
+        return select(concat([cache for _, cache in self._ended] + [current]), row_b.argsort())
+
+    def __next__(self) -> Tensor:
+        if len(self._given) == self._max_new_tokens or bool(self._ends_a.all()):
+            raise StopIteration
+        with torch.no_grad():
+            self._take_in()
+            row_a = self._row_a
+            seen_aw = None if self._seen_bw is None else self._seen_bw[row_a.to(self._seen_bw.device)]
+            uniform_a = uniform(self._seed_b[row_a], len(self._given)) if self._sampler.temperature else None
+            chosen_a = self._sampler.choose(self._logits_aw, seen_aw, uniform_a).to(self._logits_aw.device)
+            self._give_out(chosen_a)
+        return self._given[-1]
+
+    def _give_out(self, chosen_a: Tensor) -> None:
+        row_a = self._row_a.to(chosen_a.device)
+        if self._seen_bw is not None:
+            self._seen_bw[row_a, chosen_a] = True
+        self._given.append(chosen_a.new_full((len(self._seed_b),), self._pad_id).index_copy_(0, row_a, chosen_a))
+        self._pending_a = chosen_a
+        for stop_s in self._stops:
+            if len(stop_s) <= len(self._given):
+                latest_as = torch.stack(self._given[-len(stop_s) :], 1)[row_a].cpu()
+                self._ends_a |= (latest_as == stop_s).all(1)
+
+    def _take_in(self) -> None:
+        """Bring cache and logits up to the tokens given out, and let go of the rows that ended with them."""
+        if self._pending_a is None:
+            return
+        if self._decoder is None:
+            self._decoder = make_decoder(self._model, self._backend, len(self._row_a))
+        with torch.no_grad():
+            if self._prompt_cache is not None:
+                self._decoder.load(self._prompt_cache)
+                self._prompt_cache = None
+            self._logits_aw = self._decoder.step(self._pending_a)
+        self._pending_a = None
+        if self._ends_a.any():
+            ended_e, on_a = self._ends_a.nonzero()[:, 0], (~self._ends_a).nonzero()[:, 0]
+            cache = self._decoder.cache()
+            self._ended.append((self._row_a[ended_e], select(cache, ended_e)))
+            self._decoder.load(select(cache, on_a))
+            self._logits_aw = self._logits_aw[on_a.to(self._logits_aw.device)]
+            self._row_a, self._ends_a = self._row_a[on_a], self._ends_a[on_a]
+
+
+def prefill(model: LanguageModel, prompts: Prompts, cache: Any, chunk: int) -> tuple[Tensor, Any]:
+    """The residual stream at each prompt's last token, and the cache after it, with the memory of one chunk."""
+    x_bd, present_bs = None, prompts.present_bs
+    row_b = torch.arange(prompts.rows, device=prompts.ids_bs.device)
+    for start in range(0, prompts.ids_bs.shape[1], chunk):
+        mask_bs = present_bs[:, start : start + chunk]
+        whole = bool(mask_bs.all())
+        piece_bsd = model.embed(prompts.ids_bs[:, start : start + chunk])
+        piece_bsd, cache = model.backbone(piece_bsd, cache, mask_bs=None if whole else mask_bs)
+        last_bd = piece_bsd[row_b, mask_bs.sum(1) - 1]
+        x_bd = last_bd if x_bd is None else torch.where(mask_bs.any(1, keepdim=True), last_bd, x_bd)
+    assert x_bd is not None
+    return x_bd, cache
+
+
+def prefill_by_prefix(model: LanguageModel, prompts: Prompts, known: PrefixCache, chunk: int) -> tuple[Tensor, Any]:
+    """`prefill`, row by row, each from its longest known prefix; later rows may continue from earlier ones."""
+    known.serve(model)
+    rows = zip(prompts.ids_bs, prompts.length_b.tolist(), strict=True)
+    ends = [prefill_one(model, ids_s[:length], known, chunk) for ids_s, length in rows]
+    return torch.cat([x_1d for x_1d, _ in ends]), concat([cache for _, cache in ends])
+
+
+def prefill_one(model: LanguageModel, ids_s: Tensor, known: PrefixCache, chunk: int) -> tuple[Tensor, Any]:
+    ids = ids_s.tolist()
+    prefix = known.longest(ids)
+    start, x_1d, cache = (0, None, None) if prefix is None else prefix
+    while start < len(ids):
+        # Up to the next multiple of `chunk`, wherever this starts: what is kept there is found by other prompts.
+        end = min(start - start % chunk + chunk, len(ids))
+        x_1sd, cache = model.backbone(model.embed(ids_s[None, start:end]), cache)
+        x_1d, start = x_1sd[:, -1], end
+        known.keep(ids[:end], x_1d, cache)
+    assert x_1d is not None
+    return x_1d, cache
+
+
+stream = Stream

@@ -1,0 +1,167 @@
+"""Mamba-1's selective scan as torch operators on the fused kernel: float32 on the CPU, with all its gradients."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambakit.kernels.cpu.library import kernel, pointer
+
+PART_CHANNELS = 128
+"""Channels that one thread takes through all tokens. The backward sums over channels part by part, so a number that
+depended on the threads would make its gradients depend on them."""
+
+LIBRARY = torch.library.Library("mambakit", "FRAGMENT")
+
+INPUTS = (
+    "Tensor x_bsi, Tensor dt_bsi, Tensor a_ir, Tensor b_bsgr, Tensor c_bsgr, Tensor? state_bir, Tensor? skip_i, "
+    "Tensor? z_bsi, Tensor? dt_bias_i, Tensor? fresh_bs, bool dt_softplus"
+)
+NFLOATS = 9
+"""The inputs that have gradients come first."""
+
+LIBRARY.define(f"selective_scan_cpu({INPUTS}) -> (Tensor, Tensor)")
+selective_scan_cpu = torch.ops.mambakit.selective_scan_cpu.default
+
+
+class PerToken(ctypes.Structure):
+    """A tensor with an entry per row and token, its last axis contiguous; see `PerToken` in selective_scan.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((stride, ctypes.c_int64) for stride in ("row", "token", "group")),
+    )
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> "PerToken":
+        return cls() if tensor is None else cls(tensor.data_ptr(), *tensor.stride()[:-1])
+
+
+class Scan(ctypes.Structure):
+    """`Scan` in selective_scan.h, field by field."""
+
+    _fields_ = (
+        *((size, ctypes.c_int64) for size in ("rows", "tokens", "groups", "channels", "rank")),
+        *((option, ctypes.c_int64) for option in ("part_channels", "softplus")),
+        *((name, PerToken) for name in ("x", "dt", "z", "b", "c")),
+        *((name, ctypes.c_void_p) for name in ("a_ir", "state_bir", "skip_i", "dt_bias_i", "fresh_bs")),
+    )
+
+
+class ScanGradients(ctypes.Structure):
+    """`ScanGradients` in selective_scan_backward.h, field by field."""
+
+    _fields_ = (
+        ("dy", PerToken),
+        *((name, ctypes.c_void_p) for name in ("d_last", "x", "dt", "z", "a", "b", "c", "state", "skip", "dt_bias")),
+    )
+
+
+def along_channels(tensor: Tensor | None) -> Tensor | None:
+    """With its last axis contiguous: itself, if it is a slice of a projection's output."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def describe(
+    x_bsi: Tensor,
+    dt_bsi: Tensor,
+    a_ir: Tensor,
+    b_bsgr: Tensor,
+    c_bsgr: Tensor,
+    state_bir: Tensor | None,
+    skip_i: Tensor | None,
+    z_bsi: Tensor | None,
+    dt_bias_i: Tensor | None,
+    fresh_bs: Tensor | None,
+    dt_softplus: bool,
+) -> tuple[Scan, list[Any]]:
+    """The inputs as the kernel reads them, and the tensors behind its pointers, which have to outlive the call."""
+    rows, tokens, width = x_bsi.shape
+    groups, rank = b_bsgr.shape[2:]
+    per_token = [along_channels(t) for t in (x_bsi, dt_bsi, z_bsi, b_bsgr, c_bsgr)]
+    others = [contiguous(t) for t in (a_ir, state_bir, skip_i, dt_bias_i, fresh_bs)]
+    sizes = (rows, tokens, groups, width // groups, rank, PART_CHANNELS, dt_softplus)
+    return Scan(*sizes, *map(PerToken.of, per_token), *map(pointer, others)), [per_token, others]
+
+
+def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x_bsi, _, a_ir, *_ = inputs
+    y_bsi, last_bir = x_bsi.new_empty(x_bsi.shape), x_bsi.new_empty(len(x_bsi), *a_ir.shape)
+    # `kept` holds on to copies while the kernel reads them.
+    scan, kept = describe(*inputs)
+    # No result of the forward depends on how channels are shared out: give every thread some.
+    threads = torch.get_num_threads()
+    while scan.part_channels > 16 and scan.rows * scan.groups * -(-scan.channels // scan.part_channels) < threads:
+        scan.part_channels //= 2
+    kernel("selective_scan", "ppp")(ctypes.addressof(scan), pointer(y_bsi), pointer(last_bir))
+    del kept
+    return y_bsi, last_bir
+
+
+def backward(dy_bsi: Tensor, d_last_bir: Tensor, *inputs_and_needs: Any) -> list[Tensor]:
+    """The gradients of the float inputs, empty where `needs` says no."""
+    *inputs, needs = inputs_and_needs
+    x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, *_ = inputs
+    scan, kept = describe(*inputs)
+    parts = -(-scan.channels // PART_CHANNELS)
+    rows = (scan.rows,)
+    shapes = {
+        **{"x": x_bsi.shape, "dt": dt_bsi.shape, "a": rows + a_ir.shape},
+        **{"b": (parts, *b_bsgr.shape), "c": (parts, *c_bsgr.shape), "state": rows + a_ir.shape},
+        **{"skip": x_bsi.shape[::2], "z": x_bsi.shape, "dt_bias": x_bsi.shape[::2]},
+    }
+    wanted = dict(zip(shapes, needs, strict=True))
+    grads = {name: x_bsi.new_empty(shape if wanted[name] else 0) for name, shape in shapes.items()}
+    dy, d_last = along_channels(dy_bsi), d_last_bir.contiguous()
+    order = ("x", "dt", "z", "a", "b", "c", "state", "skip", "dt_bias")
+    out = ScanGradients(
+        PerToken.of(dy), pointer(d_last), *(pointer(grads[name]) if wanted[name] else None for name in order)
+    )
+    kernel("selective_scan_backward", "pp")(ctypes.addressof(scan), ctypes.addressof(out))
+    del kept
+    for name in ("a", "b", "c", "skip", "dt_bias"):
+        if wanted[name]:
+            grads[name] = grads[name].sum(0) if len(grads[name]) != 1 else grads[name][0]
+    return list(grads.values())
+
+
+LIBRARY.impl("selective_scan_cpu", forward, "CPU")
+# A custom_op, because that raises by itself when asked for a second derivative.
+selective_scan_cpu_backward = torch.library.custom_op(
+    "mambakit::selective_scan_cpu_backward",
+    backward,
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor dy_bsi, Tensor d_last_bir, {INPUTS}, bool[] needs) -> Tensor[]",
+)
+
+
+@torch.library.register_fake("mambakit::selective_scan_cpu", lib=LIBRARY)
+def _(x_bsi, dt_bsi, a_ir, *rest):
+    return x_bsi.new_empty(x_bsi.shape), x_bsi.new_empty(x_bsi.shape[0], *a_ir.shape)
+
+
+@selective_scan_cpu_backward.register_fake
+def _(dy_bsi, d_last_bir, *inputs_and_needs):
+    *inputs, needs = inputs_and_needs
+    pairs = zip(inputs[:NFLOATS], needs, strict=True)
+    return [dy_bsi.new_empty(tensor.shape if need else 0) for tensor, need in pairs]
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.dt_softplus = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def differentiate(ctx: Any, dy_bsi: Tensor, d_last_bir: Tensor) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad[:NFLOATS])
+    grads = selective_scan_cpu_backward(dy_bsi, d_last_bir, *ctx.saved_tensors, ctx.dt_softplus, needs)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None
+
+
+torch.library.register_autograd("mambakit::selective_scan_cpu", differentiate, setup_context=save_inputs, lib=LIBRARY)

@@ -1,0 +1,278 @@
+"""Decoding steps as torch operators: everything between a block's two projections, for one token of every row.
+
+The operators return new windows and states. The functions that do the work (`mamba2_step` and the like) write into
+tensors they are given, which may be the ones that entered. float32 on the CPU only, and nothing here has a gradient:
+`mambakit.ops.fused_step` says when they may be called.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambakit.kernels.cpu.library import kernel, pointer
+
+LIBRARY = torch.library.Library("mambakit", "FRAGMENT")
+
+
+def check_numel(**counted: tuple[Tensor | None, int]) -> None:
+    """The kernels trust the sizes they are told: a tensor of another one must not reach them."""
+    for name, (tensor, count) in counted.items():
+        if tensor is not None and tensor.numel() != count:
+            raise ValueError(f"{name} has {tensor.numel()} elements, expected {count}")
+
+
+def like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Room for the new value of each, contiguous."""
+    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors)
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(tensor if tensor is None else tensor.contiguous() for tensor in tensors)
+
+
+# Mamba-1
+
+
+def mamba1_step_conv(
+    projected_bX: Tensor, window_bik: Tensor, conv_weight_i1k: Tensor, conv_bias_i: Tensor | None, *, window_out: Tensor
+) -> Tensor:
+    """`silu` of the convolution at the newest token, which is the first half of `projected`."""
+    b, i, k = window_bik.shape
+    tensors = contiguous(conv_weight_i1k, conv_bias_i, projected_bX, window_bik)
+    check_numel(
+        projected=(projected_bX, b * 2 * i),
+        conv_weight=(conv_weight_i1k, i * k),
+        conv_bias=(conv_bias_i, i),
+        window_out=(window_out, b * i * k),
+    )
+    x_bi = projected_bX.new_empty(b, i)
+    kernel("mamba1_step_conv", "iii" + "pppppp")(b, i, k, *map(pointer, (*tensors, window_out, x_bi)))
+    return x_bi
+
+
+def mamba1_step_scan(
+    projected_bX: Tensor,
+    x_bi: Tensor,
+    dt_bi: Tensor,
+    dt_b_c_bX: Tensor,
+    state_bir: Tensor,
+    A_log_ir: Tensor,
+    D_i: Tensor,
+    *,
+    state_out: Tensor,
+) -> Tensor:
+    """The scan of one token with skip and gate. `dt_b_c` is what `x_proj` returns, `dt` what `dt_proj` makes of it."""
+    b, i, r = state_bir.shape
+    tensors = contiguous(A_log_ir, D_i, projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir)
+    check_numel(
+        projected=(projected_bX, b * 2 * i),
+        x=(x_bi, b * i),
+        dt=(dt_bi, b * i),
+        A_log=(A_log_ir, i * r),
+        D=(D_i, i),
+        state_out=(state_out, b * i * r),
+    )
+    dt_rank = dt_b_c_bX.shape[1] - 2 * r
+    check_numel(dt_b_c=(dt_b_c_bX, b * (max(dt_rank, 0) + 2 * r)))
+    y_bi = x_bi.new_empty(b, i)
+    kernel("mamba1_step_scan", "iiii" + "ppppppppp")(b, i, r, dt_rank, *map(pointer, (*tensors, state_out, y_bi)))
+    return y_bi
+
+
+LIBRARY.define(
+    "mamba1_step_conv_cpu(Tensor projected, Tensor window, Tensor conv_weight, Tensor? conv_bias) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "mamba1_step_cpu(Tensor projected, Tensor x, Tensor dt, Tensor dt_b_c, Tensor state, Tensor A_log, Tensor D) "
+    "-> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "mamba1_step_conv_cpu", "CPU")
+def _(projected_bX, window_bik, conv_weight_i1k, conv_bias_i):
+    (window_out,) = like(window_bik)
+    return mamba1_step_conv(projected_bX, window_bik, conv_weight_i1k, conv_bias_i, window_out=window_out), window_out
+
+
+@torch.library.impl(LIBRARY, "mamba1_step_cpu", "CPU")
+def _(projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir, A_log_ir, D_i):
+    (state_out,) = like(state_bir)
+    y_bi = mamba1_step_scan(projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir, A_log_ir, D_i, state_out=state_out)
+    return y_bi, state_out
+
+
+@torch.library.register_fake("mambakit::mamba1_step_conv_cpu", lib=LIBRARY)
+def _(projected_bX, window_bik, conv_weight_i1k, conv_bias_i):
+    return projected_bX.new_empty(window_bik.shape[:2]), *like(window_bik)
+
+
+@torch.library.register_fake("mambakit::mamba1_step_cpu", lib=LIBRARY)
+def _(projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir, A_log_ir, D_i):
+    return *like(x_bi), *like(state_bir)
+
+
+# Mamba-2
+
+
+def mamba2_step(
+    projected_bX: Tensor,
+    window_bvk: Tensor,
+    state_bhpr: Tensor,
+    conv_weight_v1k: Tensor,
+    conv_bias_v: Tensor | None,
+    dt_bias_h: Tensor,
+    A_log_h: Tensor,
+    D: Tensor,
+    norm_weight_i: Tensor | None,
+    norm_group: int,
+    norm_eps: float,
+    norm_before_gate: bool,
+    dt_low: float,
+    dt_high: float,
+    *,
+    window_out: Tensor,
+    state_out: Tensor,
+) -> Tensor:
+    """The step of every row. `norm_weight=None` is the gate alone; `D` has an entry per head or per channel."""
+    b, h, p, r = state_bhpr.shape
+    v, k = window_bvk.shape[1:]
+    groups = (v - h * p) // (2 * r)
+    mlp = (projected_bX.shape[1] - h * p - v - h) // 2
+    parameters = contiguous(conv_weight_v1k, conv_bias_v, dt_bias_h, A_log_h, D, norm_weight_i)
+    entering = contiguous(projected_bX, window_bvk, state_bhpr)
+    check_numel(
+        projected=(projected_bX, b * (2 * max(mlp, 0) + h * p + v + h)),
+        window=(window_bvk, b * (h * p + 2 * groups * r) * k),
+        conv_weight=(conv_weight_v1k, v * k),
+        conv_bias=(conv_bias_v, v),
+        dt_bias=(dt_bias_h, h),
+        A_log=(A_log_h, h),
+        D=(D, h if D.numel() == h else h * p),
+        norm_weight=(norm_weight_i, h * p),
+        window_out=(window_out, b * v * k),
+        state_out=(state_out, b * h * p * r),
+    )
+    if norm_group < 1 or h * p % norm_group or groups < 1 or h % groups:
+        raise ValueError(f"{h} heads of {p} channels do not fit {groups} groups or a norm over {norm_group} channels")
+    out_bi = projected_bX.new_empty(b, mlp + h * p)
+    kernel("mamba2_step", "iiiiiii" + "pppppp" + "ifffii" + "pppppp")(
+        *(b, h, p, r, groups, k, mlp),
+        *map(pointer, parameters),
+        *(norm_group, norm_eps, dt_low, dt_high, D.numel() != h, norm_before_gate),
+        *map(pointer, (*entering[:2], window_out, entering[2], state_out, out_bi)),
+    )
+    return out_bi
+
+
+LIBRARY.define(
+    "mamba2_step_cpu(Tensor projected, Tensor window, Tensor state, Tensor conv_weight, Tensor? conv_bias, "
+    "Tensor dt_bias, Tensor A_log, Tensor D, Tensor? norm_weight, int norm_group, float norm_eps, "
+    "bool norm_before_gate, float dt_low, float dt_high) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "mamba2_step_cpu", "CPU")
+def _(projected_bX, window_bvk, state_bhpr, *rest):
+    window_out, state_out = like(window_bvk, state_bhpr)
+    y_bi = mamba2_step(projected_bX, window_bvk, state_bhpr, *rest, window_out=window_out, state_out=state_out)
+    return y_bi, window_out, state_out
+
+
+@torch.library.register_fake("mambakit::mamba2_step_cpu", lib=LIBRARY)
+def _(projected_bX, window_bvk, state_bhpr, *rest):
+    b, h, p, _ = state_bhpr.shape
+    mlp = (projected_bX.shape[1] - h * p - window_bvk.shape[1] - h) // 2
+    return projected_bX.new_empty(b, mlp + h * p), *like(window_bvk, state_bhpr)
+
+
+# Mamba-3
+
+
+def mamba3_step(
+    projected_bX: Tensor,
+    state_bhpr: Tensor,
+    k_state_bmhr: Tensor,
+    v_state_bhp: Tensor,
+    angle_bha: Tensor,
+    dt_bias_h: Tensor,
+    B_norm_r: Tensor,
+    C_norm_r: Tensor,
+    B_bias_hmr: Tensor,
+    C_bias_hmr: Tensor,
+    mimo_x_hmp: Tensor | None,
+    mimo_z_hmp: Tensor | None,
+    mimo_o_hmp: Tensor | None,
+    D_h: Tensor,
+    norm_weight_i: Tensor | None,
+    angles: int,
+    half: bool,
+    heavy_tail: bool,
+    norm_eps: float,
+    dt_low: float,
+    dt_high: float,
+    a_floor: float,
+    rotation_range: float,
+    *,
+    out: tuple[Tensor, ...],
+) -> Tensor:
+    """The step of every row; `out` takes the state, the last B, the last x and the angle.
+
+    `angles` pairs rotate (0: none, the cache's one angle stays zero), paired by `half` or as neighbours.
+    """
+    b, h, p, r = state_bhpr.shape
+    m, kept = k_state_bmhr.shape[1], angle_bha.shape[2]
+    groups = (projected_bX.shape[1] - 2 * h * p - 3 * h - kept) // (2 * m * r)
+    parameters = contiguous(
+        *(dt_bias_h, B_norm_r, C_norm_r, B_bias_hmr, C_bias_hmr, mimo_x_hmp, mimo_z_hmp, mimo_o_hmp, D_h),
+        norm_weight_i,
+    )
+    entering = contiguous(projected_bX, state_bhpr, k_state_bmhr, v_state_bhp, angle_bha)
+    check_numel(
+        projected=(projected_bX, b * (2 * h * p + 2 * m * groups * r + 3 * h + kept)),
+        k_state=(k_state_bmhr, b * m * h * r),
+        v_state=(v_state_bhp, b * h * p),
+        angle=(angle_bha, b * h * max(angles, 1)),
+        dt_bias=(dt_bias_h, h),
+        B_norm=(B_norm_r, r),
+        C_norm=(C_norm_r, r),
+        B_bias=(B_bias_hmr, h * m * r),
+        C_bias=(C_bias_hmr, h * m * r),
+        mimo_x=(mimo_x_hmp, h * m * p),
+        mimo_z=(mimo_z_hmp, h * m * p),
+        mimo_o=(mimo_o_hmp, h * m * p),
+        D=(D_h, h),
+        norm_weight=(norm_weight_i, h * p),
+    )
+    check_numel(**{f"out[{i}]": (new, old.numel()) for i, (new, old) in enumerate(zip(out, entering[1:], strict=True))})
+    if groups < 1 or h % groups or 2 * angles > r:
+        raise ValueError(f"{h} heads with states of {r} do not fit {groups} groups or {angles} angles")
+    y_bi = projected_bX.new_empty(b, h * p)
+    kernel("mamba3_step", "iiiiiiiii" + "pppppppppp" + "fffff" + "pppppppppp")(
+        *(b, h, p, r, groups, m, angles, half, heavy_tail),
+        *map(pointer, parameters),
+        *(norm_eps, dt_low, dt_high, a_floor, rotation_range),
+        *map(pointer, (*entering, *out, y_bi)),
+    )
+    return y_bi
+
+
+LIBRARY.define(
+    "mamba3_step_cpu(Tensor projected, Tensor state, Tensor k_state, Tensor v_state, Tensor angle, Tensor dt_bias, "
+    "Tensor B_norm, Tensor C_norm, Tensor B_bias, Tensor C_bias, Tensor? mimo_x, Tensor? mimo_z, Tensor? mimo_o, "
+    "Tensor D, Tensor? norm_weight, int angles, bool half, bool heavy_tail, float norm_eps, float dt_low, "
+    "float dt_high, float a_floor, float rotation_range) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "mamba3_step_cpu", "CPU")
+def _(projected_bX, state_bhpr, k_state_bmhr, v_state_bhp, angle_bha, *rest):
+    entering = (state_bhpr, k_state_bmhr, v_state_bhp, angle_bha)
+    out = like(*entering)
+    return mamba3_step(projected_bX, *entering, *rest, out=out), *out
+
+
+@torch.library.register_fake("mambakit::mamba3_step_cpu", lib=LIBRARY)
+def _(projected_bX, state_bhpr, k_state_bmhr, v_state_bhp, angle_bha, *rest):
+    y_bi = projected_bX.new_empty(v_state_bhp.shape).flatten(1)
+    return y_bi, *like(state_bhpr, k_state_bmhr, v_state_bhp, angle_bha)

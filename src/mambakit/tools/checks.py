@@ -1,0 +1,198 @@
+"""Whether this installation computes what it should: known answers, forward against step, gradients.
+
+Every check compares with something independent: plain loops in float64, or the same block in float64.
+"""
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
+from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
+from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
+from mambakit.kernels.cpu.library import library, why_missing
+from mambakit.ops.selective_scan import selective_scan
+from mambakit.ops.ssd import ssd
+from mambakit.ops.ssd_path import SsdPath
+
+PACKAGES = ("torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "rich", "matplotlib", "triton")
+# Largest error relative to the largest element: of values, and of gradients.
+LIMITS = {
+    torch.float64: (1e-10, 1e-8),
+    torch.float32: (1e-5, 1e-4),
+    torch.bfloat16: (5e-2, 1e-1),
+    torch.float16: (1e-2, 5e-2),
+}
+
+
+class Check(NamedTuple):
+    device: str
+    dtype: str
+    backend: str
+    what: str
+    error: float
+    limit: float
+    reason: str = ""
+    """Why it could not run at all."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.reason and self.error <= self.limit
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "mambakit": importlib.metadata.version("mambakit")}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def devices() -> list[str]:
+    found = ["cpu"]
+    found += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return found + (["mps"] if torch.backends.mps.is_available() else [])
+
+
+def kernels() -> dict[str, Any]:
+    """What is known about the compiled CPU kernels."""
+    reason = why_missing()
+    if reason is not None:
+        return {"built": False, "reason": reason}
+    found = library()
+    return {
+        "built": True,
+        "instruction_set": found.instruction_set,
+        "usable": found.usable,
+        "torch_threads": found.has_torch_threads,
+    }
+
+
+def run_checks() -> Iterator[Check]:
+    """Every check on every device, in every dtype and backend that can run there."""
+    for device in devices():
+        for dtype, (limit, gradient_limit) in LIMITS.items():
+            if device == "mps" and dtype == torch.float64:
+                continue
+            for backend in backends(device, dtype):
+                path = SsdPath(backend=backend)
+                for what, measure, bound in checks_of(limit, gradient_limit):
+                    named = (device, str(dtype).removeprefix("torch."), backend, what)
+                    try:
+                        error = measure(path, torch.device(device), dtype)
+                    except (RuntimeError, NotImplementedError) as problem:
+                        yield Check(*named, float("nan"), bound, str(problem).splitlines()[0])
+                    else:
+                        yield Check(*named, error, bound)
+
+
+def checks_of(limit: float, gradient_limit: float) -> Iterator[tuple[str, Callable[..., float], float]]:
+    """What is measured, how, and the largest error allowed."""
+    yield "ssd, known answer", ssd_error, limit
+    yield "selective scan, known answer", scan_error, limit
+    for name, make in BLOCKS.items():
+        yield f"{name}, forward = step", partial(step_error, make), limit
+        yield f"{name}, gradients", partial(gradient_error, make), gradient_limit
+
+
+def backends(device: str, dtype: torch.dtype) -> list[str]:
+    has_kernels = device == "cpu" and dtype != torch.float64 and why_missing() is None
+    return ["torch", "cpu"] if has_kernels else ["torch"]
+
+
+BLOCKS: dict[str, Any] = {
+    "Mamba-1": lambda: Mamba1(Mamba1Config(d_model=24, state_rank=5)),
+    "Mamba-2": lambda: Mamba2(Mamba2Config(d_model=24, state_rank=10, per_head_dim=12, ngroups=2)),
+    "Mamba-3": lambda: Mamba3(Mamba3Config(d_model=24, state_rank=12, per_head_dim=12)),
+    "Mamba-3 MIMO": lambda: Mamba3(Mamba3Config(d_model=24, state_rank=12, per_head_dim=12, is_mimo=True)),
+}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The largest error, relative to the largest element. NaN counts as infinite."""
+    error = (found.detach().cpu().double() - expected.detach().cpu().double()).abs().max()
+    return float(torch.nan_to_num(error / expected.detach().abs().max().cpu().double().clamp(min=1e-30), torch.inf))
+
+
+def drawer(seed: int) -> Callable[..., Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=source, dtype=torch.float64)
+
+
+def ssd_error(path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
+    """The core against its recurrence, one token at a time."""
+    draw = drawer(1)
+    v, b, c = (draw(1, 70, 1, 2, 5) for _ in range(3))
+    da, w_now, w_later, state = -draw(1, 70, 2).abs(), draw(1, 70, 2), draw(1, 70, 2), draw(1, 2, 5, 5)
+    v, b, c = (t.to(dtype).double() for t in (v, b, c))
+    h, expected = state[0], []
+    for t in range(70):
+        u = v[0, t, 0, :, :, None] * b[0, t, 0, :, None, :]
+        held = da[0, t].exp()[:, None, None] * h
+        expected.append(((held + w_now[0, t, :, None, None] * u) * c[0, t, 0, :, None, :]).sum(-1))
+        h = held + w_later[0, t, :, None, None] * u
+    narrow = [t.to(device, dtype) for t in (v, b, c)]
+    wide = [t.to(device, torch.promote_types(dtype, torch.float32)) for t in (da, w_now, w_later, state)]
+    y, last = ssd(*narrow, *wide, path=path)
+    return max(relative(y[0, :, 0], torch.stack(expected)), relative(last[0], h))
+
+
+def scan_error(path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
+    """Mamba-1's scan against its recurrence."""
+    draw = drawer(2)
+    x, dt, a, b, c = draw(1, 70, 6), draw(1, 70, 6).abs(), -draw(6, 3).abs(), draw(1, 70, 1, 3), draw(1, 70, 1, 3)
+    x, dt, b, c = (t.to(dtype).double() for t in (x, dt, b, c))
+    a = a.to(torch.promote_types(dtype, torch.float32)).double()
+    h, expected = torch.zeros(6, 3, dtype=torch.float64), []
+    for t in range(70):
+        h = torch.exp(dt[0, t, :, None] * a) * h + (dt[0, t] * x[0, t])[:, None] * b[0, t, 0]
+        expected.append((h * c[0, t, 0]).sum(-1))
+    x, dt, b, c = (t.to(device, dtype) for t in (x, dt, b, c))
+    a = a.to(device, torch.promote_types(dtype, torch.float32))
+    y, last = selective_scan(x, dt, a, b, c, backend=path.backend)
+    return max(relative(y[0], torch.stack(expected)), relative(last[0], h))
+
+
+def made(make: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return make().to(device, dtype)
+
+
+def step_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
+    draw = drawer(4)
+    block, x = made(make, device, dtype), draw(2, 9, 24).to(device, dtype)
+    with torch.no_grad():
+        whole, last = block(x, path=path)
+        cache, steps = None, []
+        for t in range(x.shape[1]):
+            y, cache = block(x[:, t : t + 1], cache, path=path)
+            steps.append(y)
+    assert cache is not None, "nine tokens leave a cache"
+    states = [relative(a, b) for a, b in zip(cache, last, strict=True) if isinstance(a, Tensor) and a.any()]
+    return max([relative(torch.cat(steps, 1), whole), *states])
+
+
+def gradient_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
+    """Gradients of the input and of every parameter against the same block in float64 on the CPU."""
+    draw = drawer(5)
+    block, x = made(make, device, dtype), draw(2, 40, 24).to(dtype)
+    twin = made(make, torch.device("cpu"), dtype).double()
+    weight = draw(2, 40, 24)
+
+    def gradients(module: nn.Module, x: Tensor, path: SsdPath) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        y, _ = module(x, path=path)
+        inputs = [x, *module.parameters()]
+        return list(torch.autograd.grad((y.cpu().double() * weight).sum(), inputs, materialize_grads=True))
+
+    plain = gradients(twin, x.double(), SsdPath(backend="torch"))
+    found = gradients(block, x.to(device), path)
+    return max(relative(a, b) for a, b in zip(found, plain, strict=True) if b.abs().max() > 0)

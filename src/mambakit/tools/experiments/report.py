@@ -1,0 +1,106 @@
+"""What experiments leave behind: a table on the terminal, a JSON file, pictures."""
+
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mambakit.tools.experiments.state_tracking import COMPARED, paper_figure
+from mambakit.tools.experiments.tasks import TASKS
+from mambakit.tools.experiments.variants import VARIANTS
+
+Row = dict[str, Any]
+"""A `Fit` as JSON knows it."""
+
+
+def need(module: str) -> Any:
+    """An optional package, or how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        name = module.split(".")[0]
+        raise ImportError(f"{name} is not installed; pip install 'mambakit[cli]' brings it") from error
+
+
+def need_all() -> None:
+    """Before a long training, not after it."""
+    for module in ("rich.table", "matplotlib.figure"):
+        need(module)
+
+
+def load_rows(path: Path) -> list[Row]:
+    """The rows of an earlier run, none if there was none."""
+    if not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text("utf-8"))["rows"]
+        return [row for row in rows if row["variant"] in COMPARED[row["task"]]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of this experiment; move it away or choose another --out") from error
+
+
+def save_rows(path: Path, rows: Sequence[Row]) -> None:
+    document = {"metric": METRIC, "torch": torch.__version__, "threads": 1, "rows": list(rows)}
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    os.replace(part, path)
+
+
+METRIC = "scaled accuracy in per cent: 0 is guessing, 100 is no error"
+
+
+def merge(rows: Sequence[Row], new: Row) -> list[Row]:
+    """With the new row in place of an older one of the same task and variant, in the order of the tables."""
+    by_name = {(row["task"], row["variant"]): row for row in (*rows, new)}
+    order = [(task, variant) for task, variants in COMPARED.items() for variant in variants]
+    return [by_name[name] for name in order if name in by_name]
+
+
+def table(rows: Sequence[Row]) -> Any:
+    """A rich table with the paper's figures beside ours."""
+    made = need("rich.table").Table(title=f"State tracking: {METRIC}")
+    for title in ("task", "model"):
+        made.add_column(title)
+    for title in ("paper", "ours", "as trained", "steps", "seed", "CPU min"):
+        made.add_column(title, justify="right")
+    for last, row in enumerate(rows, 1):
+        task = TASKS[row["task"]]
+        paper = paper_figure(row["task"], row["variant"])
+        made.add_row(
+            task.title,
+            VARIANTS[row["variant"]].title,
+            "" if paper is None else f"{paper:.1f}",
+            f"{score_at(row, task.test_length):.1f} at {task.test_length}",
+            f"{score_at(row, task.lengths[2]):.1f} at {task.lengths[2]}",
+            str(row["recipe"]["steps"]),
+            ", ".join(f"({seed})" if seed != row["seed"] else f"{seed}" for seed, _ in row["tried"]),
+            f"{row['cpu_seconds'] / 60:.1f}",
+            end_section=last < len(rows) and rows[last]["task"] != row["task"],
+        )
+    return made
+
+
+def score_at(row: Row, length: int) -> float:
+    return {int(known): score for known, score in row["scores"].items()}[length]
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """One panel per task: scaled accuracy against length, a line per model."""
+    tasks = [task for task in COMPARED if any(row["task"] == task for row in rows)]
+    figure = need("matplotlib.figure").Figure(figsize=(3.6 * len(tasks) + 0.6, 3.6), layout="constrained")
+    for column, task in enumerate(tasks):
+        axes = figure.add_subplot(1, len(tasks), column + 1)
+        for row in (row for row in rows if row["task"] == task):
+            points = sorted((int(length), score) for length, score in row["scores"].items())
+            axes.plot(*zip(*points, strict=True), marker="o", label=VARIANTS[row["variant"]].title)
+        longest = TASKS[task].lengths[2]
+        axes.axvspan(0, longest, color="0.93", zorder=0)
+        axes.set(title=TASKS[task].title, xlabel="length (grey: trained)", ylim=(-12, 105), xlim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.axes[0].set_ylabel("scaled accuracy, %")
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,163 @@
+"""One run: steps, evaluations, and its whole state to save and to go on from."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mambakit.blocks import caches
+from mambakit.models.language_model import LanguageModel
+from mambakit.training.batches import Rows
+from mambakit.training.objective import Objective, bits_per_byte
+from mambakit.training.optimizers import Optimizers
+from mambakit.training.processes import Ranks, share_of, whole
+from mambakit.training.run_checkpoints import Saved
+from mambakit.training.schedules import share_of_peak
+from mambakit.training.settings import FREE, TrainSettings
+
+
+class Step(NamedTuple):
+    number: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over the tokens of all ranks, in nats, before the step."""
+    lr: float
+    norm: float
+    """Of the gradient, before it was clipped."""
+    stop: bool
+    """A rank was asked to stop."""
+
+
+class HeldOut(NamedTuple):
+    """Documents to evaluate on."""
+
+    documents_s: Sequence[Tensor]
+    bytes_of: Sequence[int]
+
+    def first(self, at_least: int) -> "HeldOut":
+        """So many whole documents that they have `at_least` bytes, or all."""
+        count, total = 0, 0
+        while count < len(self.bytes_of) and total < at_least:
+            total += self.bytes_of[count]
+            count += 1
+        return HeldOut(self.documents_s[:count], self.bytes_of[:count])
+
+
+class Trainer:
+    """Trains `model` on `rows`. Every rank has one and calls its methods together with the others."""
+
+    def __init__(
+        self, model: LanguageModel, settings: TrainSettings, rows: Rows, held_out: HeldOut, ranks: Ranks | None = None
+    ):
+        self.settings, self.rows, self.held_out = settings, rows, held_out
+        self.ranks = ranks or Ranks()
+        parts = self.ranks.world * settings.accumulate
+        if settings.batch % parts:
+            raise ValueError(
+                f"batch = {settings.batch} rows cannot be divided among {self.ranks.world} ranks with "
+                f"accumulate = {settings.accumulate}; make it a multiple of {parts}"
+            )
+        self.model = model.to(self.ranks.device)
+        self.optimizers = Optimizers(self.model, settings, self.ranks)
+        self.objective = self.ranks.averaging(Objective(self.model, settings.segment_len))
+        self.step = 0
+        self.stop_asked = False
+        own, part = settings.batch // self.ranks.world, settings.batch // parts
+        starts = range(self.ranks.rank * own, (self.ranks.rank + 1) * own, part)
+        self._parts = [slice(start, start + part) for start in starts]
+        self._carried: list[Any] = [None] * settings.accumulate
+
+    def advance(self) -> Step:
+        """One step on the next rows. A loss that is no number raises ValueError and leaves the run as it was."""
+        carried, loss = list(self._carried), 0.0
+        for i, rows in enumerate(self._parts):
+            batch = self.rows.at(self.step, rows)
+            cache = None if batch.starts_afresh else carried[i]
+            is_last = i == len(self._parts) - 1
+            with nullcontext() if is_last else self.ranks.without_averaging(self.objective):
+                with self._autocast():
+                    part_loss, carried[i] = self.objective(
+                        batch.pairs_bs2.to(self.ranks.device),
+                        cache,
+                        reset_bs=None if batch.reset_bs is None else batch.reset_bs.to(self.ranks.device),
+                    )
+                (part_loss / len(self._parts)).backward()
+            loss += part_loss.item() / len(self._parts)
+        total, stops = self.ranks.sums(loss, float(self.stop_asked))
+        loss = total / self.ranks.world
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is {loss} at step {self.step + 1}; a lower learning rate (--lr) may help")
+        lr = self.settings.lr * share_of_peak(self.step, self.settings)
+        norm = self.optimizers.step(lr, self.settings.clip)
+        self._carried, self.step = carried, self.step + 1
+        return Step(self.step, loss, lr, norm, stops > 0)
+
+    def evaluate(self, at_least: int | None = None) -> float:
+        """Bits per byte of held-out documents: all, or so many that they have `at_least` bytes."""
+        held_out = self.held_out if at_least is None else self.held_out.first(at_least)
+        with self._autocast():
+            return bits_per_byte(self.model, held_out.documents_s, sum(held_out.bytes_of))
+
+    def saved(self) -> Saved:
+        """The run as it stands, the same for any number of ranks. Every rank has to ask."""
+        carried = None
+        if self._carried[0] is not None:
+            own = caches.to(caches.concat(self._carried), "cpu")
+            carried = caches.concat(self.ranks.gather(own))
+        state = {
+            "settings": asdict(self.settings),
+            "model": self.weights(),
+            "optimizers": self.optimizers.state(),
+            "random": _random_state(),
+        }
+        return Saved(self.step, state, carried)
+
+    def restore(self, saved: Saved) -> None:
+        """Go on from `saved`; ValueError if it was made under other settings."""
+        for name, value in asdict(self.settings).items():
+            if name not in FREE and saved.state["settings"].get(name) != value:
+                raise ValueError(f"the run was made with {name} = {saved.state['settings'].get(name)!r}, not {value!r}")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(share_of(saved.state["model"][name], parameter))
+        self.optimizers.restore(saved.state["optimizers"])
+        _restore_random_state(saved.state["random"])
+        if saved.carried is not None:
+            everyone = caches.to(saved.carried, self.ranks.device)
+            self._carried = [caches.select(everyone, range(rows.start, rows.stop)) for rows in self._parts]
+        self.step = saved.step
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole parameters by name, on the CPU. Every rank has to ask."""
+        return {name: whole(p.detach()).cpu() for name, p in self.model.named_parameters()}
+
+    def whole_model(self) -> LanguageModel:
+        """A model of its own with all parameters, on the CPU. Every rank has to ask."""
+        weights = self.weights()
+        model = LanguageModel(self.model.config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        return model
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.ranks.device.type, torch.bfloat16, enabled=self.settings.autocast is not None, cache_enabled=False
+        )
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,112 @@
+"""The processes of a run: who they are, what they share, and how the model lies on them."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mambakit.models.language_model import LanguageModel
+from mambakit.training.settings import PARALLEL
+
+
+class Ranks:
+    """This process among the others of `torchrun`; alone where there are none.
+
+    `parallel` is "ddp", the whole model on every rank, or "fsdp", a share of every parameter on each.
+    """
+
+    def __init__(self, parallel: str = "ddp", device: str | None = None):
+        if parallel not in PARALLEL:
+            raise ValueError(f"parallel = {parallel!r} is unknown; choose from {', '.join(PARALLEL)}")
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.parallel = parallel if self.world > 1 else None
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    @property
+    def is_first(self) -> bool:
+        """The one that writes and prints."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sums(self, *values: float) -> list[float]:
+        """Each value summed over the ranks, the same on all."""
+        if self.world == 1:
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals)
+        return totals.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank has, in their order, on all of them."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def share(self, value: Any) -> Any:
+        """What the first rank has."""
+        return self.gather(value if self.is_first else None)[0]
+
+    def shard(self, model: LanguageModel) -> None:
+        """With "fsdp", leave a share of each parameter on each rank. Parameters are new objects afterwards."""
+        if self.parallel != "fsdp":
+            return
+        # Nothing writes into the logits, which are a part of the padded ones.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        for layer in model.backbone.layers:
+            fully_shard(layer, mesh=mesh)
+        # The root too, so that parameters are the shares whenever no forward or backward is running.
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+    def averaging(self, objective: nn.Module) -> nn.Module:
+        """The module to call for losses whose gradients are to be averaged over the ranks."""
+        if self.parallel != "ddp":
+            return objective
+        # True of a few small parameters, and costs a copy of each.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        return DistributedDataParallel(objective)
+
+    def without_averaging(self, objective: nn.Module) -> AbstractContextManager[Any]:
+        """For all but the last of several backward passes, whose sum is averaged once."""
+        return objective.no_sync() if isinstance(objective, DistributedDataParallel) else nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A parameter, gradient or state with all ranks' shares. Every rank has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def share_of(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `full`, laid out as `like`."""
+    full = full.to(like.device)
+    if not isinstance(like, DTensor):
+        return full
+    # No source rank: each cuts its own out of what it has.
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients as one vector, the same on every rank."""
+    shared = [grad for grad in gradients if isinstance(grad, DTensor)]
+    plain = [grad for grad in gradients if not isinstance(grad, DTensor)]
+    norms = [whole(nn.utils.get_total_norm(kind)) for kind in (shared, plain) if kind]
+    return torch.linalg.vector_norm(torch.stack(norms))
