@@ -10,7 +10,7 @@ from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
 from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.ssd import SSD
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.tools.measure import gemm_task, interleaved, median, peak_bytes, read_task, ssd_flops
 
@@ -99,7 +99,7 @@ def measure(subject: Subject, kinds: Iterable[str], repeats: int) -> tuple[list[
 
 def runs_kernels(subject: Subject, path: SsdPath) -> bool:
     parameter = next(subject.module.parameters())
-    return path.algorithm == "serial_recalculated" and use_kernels(path.backend, parameter)
+    return path.algorithm == "serial_recalculated" and SSD.choose(path.backend, parameter) is not None
 
 
 def floor_seconds(subject: Subject, kind: str, limits: dict[str, float]) -> float:
