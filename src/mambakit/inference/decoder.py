@@ -5,7 +5,7 @@ stands in a model's way; such a model is stepped module by module.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from mambakit.blocks.mamba1 import Mamba1
-from mambakit.blocks.mamba2 import Mamba2
-from mambakit.blocks.mamba3 import Mamba3
+from mambakit.blocks.block import Block
+from mambakit.blocks.family import FAMILIES, FusedStep, family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
 from mambakit.kernels.cpu import decode as native
 from mambakit.kernels.cpu.library import why_missing
@@ -28,10 +27,18 @@ from mambakit.ops.backends import auto_means, use_kernels
 from mambakit.ops.fused_step import let_overwrite
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
-PARTS = (LanguageModel, Backbone, Layer, GatedMLP, Residual, Mamba1, Mamba2, Mamba3, nn.ModuleList)
+PARTS = (LanguageModel, Backbone, Layer, GatedMLP, Residual, nn.ModuleList)
 PARTS += (nn.Embedding, nn.LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
 CALLED = ("forward", "step", "embed", "logits", "run", "with_mlp")
+STEPS: dict[str, tuple[int, type[ctypes.Structure]]] = {
+    "mamba1": (1, native.Mamba1Step),
+    "mamba2": (2, native.Mamba2Step),
+    "mamba3": (3, native.Mamba3Step),
+}
+"""The families that the kernel knows, each with its number and struct there."""
+MATRICES = ("in_proj", "out_proj", "x_proj", "dt_proj", "fc1", "fc2")
+"""What it calls the projections of a layer's block and MLP, as they do."""
 
 
 class StepByStep:
@@ -103,14 +110,14 @@ class Decoder:
         )
         self._caches: list[Any] = []
         blocks: list[Any] = [backbone.layers[real].mixer for real in backbone.order]
-        self._shapes = [block.cache_shapes for block in blocks]
+        self._steps = [(step_of(block), block.cache_shapes) for block in blocks]
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
         if len(cache) != len(self._layers):
             raise ValueError(f"the cache is of {len(cache)} layers, but this model has {len(self._layers)}")
         rows = len(cache[0][0])
-        for one, shapes_of in zip(cache, self._shapes, strict=True):
+        for one, (_, shapes_of) in zip(cache, self._steps, strict=True):
             for name, shape in shapes_of(rows).items():
                 tensor = getattr(one, name)
                 if (tuple(tensor.shape), tensor.dtype, tensor.device.type) != (shape, torch.float32, "cpu"):
@@ -119,10 +126,9 @@ class Decoder:
                         f"expected {shape}, float32 on the CPU"
                     )
         self._caches = [copied(one) for one in cache]
-        for layer, one in zip(self._layers, self._caches, strict=True):
-            for name, place in PLACES.items():
-                if hasattr(one, name):
-                    setattr(layer, place, getattr(one, name).data_ptr())
+        for layer, one, (step, _) in zip(self._layers, self._caches, self._steps, strict=True):
+            for name, place in step.places.items():
+                setattr(layer, place, getattr(one, name).data_ptr())
 
     def step(self, ids_b: Tensor) -> Tensor:
         """One more token of every row."""
@@ -137,25 +143,25 @@ class Decoder:
         """A copy of the states, as the model's own `step` would return them."""
         return tuple(copied(one) for one in self._caches)
 
-    def _address(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
+    def _address(self, tensor: Tensor) -> int:
         # An alias of its own keeps the memory, whatever becomes of the parameter.
         self._held.append(tensor.detach())
         return tensor.data_ptr()
 
     def _pack_layer(self, layer: Any) -> native.Layer:
         block = layer.mixer
-        family, pack_step = FAMILIES[type(block)]
-        step = pack_step(block, self._address)
+        number, struct = STEPS[family_of(block).name]
+        fields = {**step_of(block).fields(block), **step_of(block).prepared(block)}
+        assert fields.keys() == {name for name, *_ in struct._fields_}, "a struct would take others without a word"
+        step = struct(**{name: self._address(it) if isinstance(it, Tensor) else it for name, it in fields.items()})
         self._held.append(step)
-        packed = native.Layer(family=family, step=ctypes.addressof(step), norm=self._pack_norm(layer.norm))
-        names = ("in_proj", "out_proj", *(("x_proj", "dt_proj") if family == 1 else ()))
-        for name in names:
-            setattr(packed, name, self._pack_projection(getattr(block, name)))
+        packed = native.Layer(family=number, step=ctypes.addressof(step), norm=self._pack_norm(layer.norm))
         if hasattr(layer, "mlp"):
             packed.norm2 = self._pack_norm(layer.norm2)
-            packed.fc1, packed.fc2 = self._pack_projection(layer.mlp.fc1), self._pack_projection(layer.mlp.fc2)
+        for owner in (block, getattr(layer, "mlp", None)):
+            for name in MATRICES:
+                if hasattr(owner, name):
+                    setattr(packed, name, self._pack_projection(getattr(owner, name)))
         return packed
 
     def _pack_projection(self, linear: Any) -> Any:
@@ -165,61 +171,14 @@ class Decoder:
 
     def _pack_norm(self, norm: Any) -> native.Norm:
         centred = type(norm) is nn.LayerNorm
-        bias = norm.bias if centred else None
-        return native.Norm(self._address(norm.weight), self._address(bias), norm.weight.numel(), centred, norm.eps)
+        bias = None if not centred or norm.bias is None else self._address(norm.bias)
+        return native.Norm(self._address(norm.weight), bias, norm.weight.numel(), centred, norm.eps)
 
 
-PLACES = {
-    "ssm_bir": "state",
-    "ssm_bhpr": "state",
-    "conv_bik": "window",
-    "conv_bvk": "window",
-    "k_state_bmhr": "k_state",
-    "v_state_bhp": "v_state",
-    "rotation": "angle",
-}
-"""Where each field of a cache stands in a packed layer."""
-Address = Callable[[Tensor | None], int | None]
-
-
-def pack_mamba1(block: Mamba1, address: Address) -> native.Mamba1Step:
-    i, r, k = block.config.d_inner, block.config.state_rank, block.config.conv_kernel
-    rates_ir = -torch.exp(block.A_log.detach())
-    tensors = (block.conv1d.weight, block.conv1d.bias, block.A_log, rates_ir, block.D)
-    return native.Mamba1Step(i, r, k, *map(address, tensors))
-
-
-def pack_mamba2(block: Mamba2, address: Address) -> native.Mamba2Step:
-    config = block.config
-    norm = block.norm if config.rmsnorm else None
-    conv, mlp = block.conv1d, config.d_inner - config.ssm_width
-    weight, eps, before_gate = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.norm_before_gate)
-    group = config.norm_width if norm is None else norm.group_size
-    return native.Mamba2Step(
-        *(config.nheads, config.per_head_dim, config.state_rank, config.ngroups, config.conv_kernel, mlp),
-        *map(address, (conv.weight, conv.bias, block.dt_bias, block.A_log, block.D, weight)),
-        *(group, eps, *config.dt_limit, config.D_has_hdim, before_gate),
-    )
-
-
-def pack_mamba3(block: Mamba3, address: Address) -> native.Mamba3Step:
-    config = block.config
-    mimo = (block.mimo_x, block.mimo_z, block.mimo_o) if config.is_mimo else (None, None, None)
-    norm_weight = block.norm.weight if config.is_outproj_norm else None
-    parameters = (block.dt_bias, block.B_norm.weight, block.C_norm.weight, block.B_bias, block.C_bias)
-    return native.Mamba3Step(
-        *(config.nheads, config.per_head_dim, config.state_rank, config.ngroups, config.ranks, config.rope_dim // 2),
-        *(config.pairing == "half", config.a_activation == "heavy_tail"),
-        *map(address, (*parameters, *mimo, block.D, norm_weight)),
-        *(block.B_norm.eps, *config.dt_limit, config.a_floor, config.rotation_range),
-    )
-
-
-FAMILIES: dict[type, tuple[int, Callable[[Any, Address], Any]]] = {
-    Mamba1: (1, pack_mamba1),
-    Mamba2: (2, pack_mamba2),
-    Mamba3: (3, pack_mamba3),
-}
+def step_of(block: Block) -> FusedStep:
+    step = family_of(block).step
+    assert step is not None, "the kernel knows families that have one"
+    return step
 
 
 def copied(cache: Any) -> Any:
@@ -247,8 +206,6 @@ def why_not(model: nn.Module) -> str | None:
         return "it has MultiGate residuals"
     if backbone.config.ignore_first_residual or backbone.config.ignore_last_residual:
         return "it leaves out a residual"
-    if getattr(model.config.block, "rotation", "complex") != "complex":
-        return "it rotates by quaternions"
     for name, tensor in model.named_parameters():
         if tensor.dtype != torch.float32 or not few_rows.is_plain(tensor):
             return f"{name} is {tensor.dtype} on {tensor.device}, expected contiguous float32 on the CPU"
@@ -256,7 +213,8 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def why_not_module(module: nn.Module) -> str | None:
-    if type(module) not in PARTS:
+    # Of these very classes: a derived one may compute something else.
+    if type(module) not in (*PARTS, *(FAMILIES[name].block for name in STEPS)):
         return f"is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has hooks"
@@ -268,8 +226,8 @@ def why_not_module(module: nn.Module) -> str | None:
         return "has no weight"
     if type(module) is Layer and any(getattr(norm, "group_size", None) is not None for norm in module.children()):
         return "norms in groups"
-    if type(module) is Mamba1 and type(module.dt_proj) is not Linear:
-        return "has a quantized dt_proj"
+    if isinstance(module, Block):
+        return step_of(module).why_not(module)
     if isinstance(module, PROJECTIONS) and not few_rows.is_stored_well(module.stored()):
         return f"has weights of {module.stored().weight.dtype} in a form that the kernels do not read"
     return None
