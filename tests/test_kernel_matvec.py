@@ -96,12 +96,12 @@ def test_every_instruction_set(isa):
 @pytest.mark.parametrize("name", FORMATS)
 def test_operators(name):
     weights, x = FORMATS[name](make_linear(5, 64)), torch.randn(2, 3, 64)
-    bias = None if weights.bias is None else weights.bias.detach()
+    weight, bias = weights.weight.detach(), None if weights.bias is None else weights.bias.detach()
     scales = None if weights.scales is None else weights.scales.detach()
     options = (weights.format, weights.group, "cpu")
-    torch.library.opcheck(matvec.FEW_ROWS.operator, (x, weights.weight.detach(), scales, bias, *options))
+    torch.library.opcheck(matvec.FEW_ROWS.operator, (x, weight, scales, bias, *options))
     with FakeTensorMode() as mode:
-        faked = (None if t is None else mode.from_tensor(t) for t in (x, weights.weight.detach(), scales))
+        faked = (None if t is None else mode.from_tensor(t) for t in (x, weight, scales))
         (y,) = matvec.FEW_ROWS.operator(*faked, None, *options)
     assert (y.shape, y.dtype) == ((2, 3, 5), torch.float32)
 

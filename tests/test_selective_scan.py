@@ -218,7 +218,7 @@ def test_a_second_derivative_raises(backend):
     given = leaves(cast(draw(), backend))
     y_bsi, _ = selective_scan(**given, backend=backend)
     (d_x_bsi,) = torch.autograd.grad(y_bsi.square().sum(), given["x_bsi"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"selective_scan\w*_backward"):
+    with pytest.raises(RuntimeError, match="selective_scan has no second derivative here"):
         d_x_bsi.square().sum().backward()
 
 

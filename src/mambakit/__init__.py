@@ -1,6 +1,7 @@
 """mambakit: Mamba-1, Mamba-2 and Mamba-3 state-space models for PyTorch, on any device."""
 
-import mambakit.kernels.cpu  # noqa: F401 - registers its kernels behind the operations
+import mambakit.kernels.cpu
+import mambakit.kernels.triton  # noqa: F401 - both register what they have behind the operations
 from mambakit.blocks import caches
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config

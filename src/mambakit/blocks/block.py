@@ -6,22 +6,38 @@ needs.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.ssd_path import SsdPath
 
+Config = TypeVar("Config", bound=BlockConfig)
 Cache = TypeVar("Cache", bound=tuple[Any, ...])
 
 
-class Block(nn.Module, ABC, Generic[Cache]):
-    """What the three families say in the same words: how a block is called. What it computes is its `run`."""
+class Block(nn.Module, ABC, Generic[Config, Cache]):
+    """What all families say in the same words: how a block is made and called. What it computes is its `run`."""
 
-    config: Any
+    config_class: type[Any]
+    cache_class: type[Any]
+    config: Config
+
+    def __init__(self, config: Config | None = None, **fields: Any):
+        super().__init__()
+        wanted = f"{type(self).__name__} takes a {self.config_class.__name__}, or its fields as keywords"
+        if config is None and not fields:
+            raise ValueError(f"{wanted}, got neither")
+        if config is not None and fields:
+            raise ValueError(f"{wanted}, and got both: {', '.join(fields)} beside a config")
+        if config is not None and not isinstance(config, self.config_class):
+            raise ValueError(f"{wanted}, got {type(config).__name__}")
+        self.config = self.config_class.from_dict(fields) if config is None else config
 
     @property
     def d_model(self) -> int:
@@ -29,7 +45,7 @@ class Block(nn.Module, ABC, Generic[Cache]):
 
     @property
     def state_rank(self) -> int:
-        return self.config.state_rank
+        return self.config.state_rank  # type: ignore[attr-defined]  # where a family has one
 
     @abstractmethod
     def fresh_cache(self, batch: int) -> Cache:
@@ -38,6 +54,17 @@ class Block(nn.Module, ABC, Generic[Cache]):
     @abstractmethod
     def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         """Of a cache's tensors, by field."""
+
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """In the dtype and on the device of a parameter, and a plain tensor even where that is a share of one."""
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def learned(self, name: str, batch: int) -> Tensor:
+        """A parameter for each row."""
+        parameter = getattr(self, name)
+        if hasattr(parameter, "full_tensor"):
+            raise ValueError(f"{name} is a share of a parameter until the block runs; call it without a cache")
+        return parameter.expand(batch, *parameter.shape)
 
     @abstractmethod
     def run(
@@ -167,7 +194,7 @@ def lay_out(
     return Layout(take_rl.gather(1, nearest_rl), lengths_r, back_n, present_n, last_n)
 
 
-def restart(block: Block[Cache], cache: Cache, fresh_b: Tensor) -> Cache:
+def restart(block: Block[Any, Cache], cache: Cache, fresh_b: Tensor) -> Cache:
     """`cache` with the rows of `fresh_b` as a fresh cache has them."""
     new = block.fresh_cache(len(fresh_b))
     pairs = zip(new, cache, strict=True)
@@ -204,11 +231,11 @@ def check_token(block: Block, x_bd: Tensor) -> None:
 
 
 def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
-    family, expected = type(block).__name__, block.cache_shapes(rows)
-    device, double = x_bsd.device, x_bsd.dtype == torch.float64
-    if type(cache).__name__ != f"{family}Cache":
-        raise ValueError(f"{family} needs a {family}Cache, got {type(cache).__name__}; fresh_cache() makes one")
-    for name, shape in expected.items():
+    device, double, kind = x_bsd.device, x_bsd.dtype == torch.float64, block.cache_class
+    if not isinstance(cache, kind):
+        given = type(cache).__name__
+        raise ValueError(f"{type(block).__name__} needs a {kind.__name__}, got {given}; fresh_cache() makes one")
+    for name, shape in block.cache_shapes(rows).items():
         tensor = getattr(cache, name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {shape} for {rows} rows")

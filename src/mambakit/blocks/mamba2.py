@@ -1,4 +1,4 @@
-"""Mamba-2: its config, its cache, its block."""
+"""Mamba-2: its config, its cache, its block, its record."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import Config, check_divides, check_positive, check_range
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range
+from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
 from mambakit.blocks.modules import (
     CausalConv1d,
     GatedRMSNorm,
@@ -21,14 +22,14 @@ from mambakit.blocks.modules import (
     mark,
 )
 from mambakit.ops.activations import step_size
-from mambakit.ops.fused_step import MAMBA2_STEP, step_kernel
+from mambakit.ops.fused_step import MAMBA2_STEP, take_step
 from mambakit.ops.norm import finish
 from mambakit.ops.ssd import learned_start, scan
 from mambakit.ops.ssd_path import SsdPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba2Config(Config):
+class Mamba2Config(BlockConfig):
     d_model: int
     expand: float = 2
     state_rank: int = 128
@@ -95,12 +96,14 @@ class Mamba2Cache(NamedTuple):
     ssm_bhpr: Tensor
 
 
-class Mamba2(rows.Block[Mamba2Cache]):
+class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
     """A Mamba-2 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
 
-    def __init__(self, config: Mamba2Config, *, device: Any = None, dtype: Any = None):
-        super().__init__()
-        self.config = config
+    config_class, cache_class = Mamba2Config, Mamba2Cache
+
+    def __init__(self, config: Mamba2Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
+        super().__init__(config, **fields)
+        config = self.config
         made = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         h, p, v = config.nheads, config.per_head_dim, config.conv_dim
@@ -155,10 +158,10 @@ class Mamba2(rows.Block[Mamba2Cache]):
     def fresh_cache(self, batch: int) -> Mamba2Cache:
         """Nothing seen yet; the state is the learned one where there is one."""
         shapes = self.cache_shapes(batch)
-        window_bvk = self.D.new_zeros(shapes["conv_bvk"], dtype=self.conv1d.weight.dtype)
+        window_bvk = self.zeros(shapes["conv_bvk"], like=self.conv1d.weight)
         if self.config.learnable_init_states:
-            return Mamba2Cache(window_bvk, self.init_states.expand(batch, -1, -1, -1))
-        return Mamba2Cache(window_bvk, self.D.new_zeros(shapes["ssm_bhpr"]))
+            return Mamba2Cache(window_bvk, self.learned("init_states", batch))
+        return Mamba2Cache(window_bvk, self.zeros(shapes["ssm_bhpr"], like=self.D))
 
     def run(
         self,
@@ -199,19 +202,10 @@ class Mamba2(rows.Block[Mamba2Cache]):
 
     def fused_step(self, projected_bsX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache] | None:
         """What `run` returns for one token, by a kernel; None where none applies."""
-        config, conv, projected_bX = self.config, self.conv1d, projected_bsX[:, 0]
-        weight, group, eps, before_gate = None, config.norm_width, 0.0, False
-        if config.rmsnorm:
-            norm = self.norm
-            if not is_plain(norm, GatedRMSNorm):
-                return None
-            weight, group, eps, before_gate = norm.weight, norm.group_size, norm.eps, norm.norm_before_gate
-        tensors = (projected_bX, *cache, conv.weight, conv.bias, self.dt_bias, self.A_log, self.D, weight)
-        kernel = step_kernel(MAMBA2_STEP, *tensors) if is_plain(conv, CausalConv1d) else None
-        if kernel is None:
+        if not is_plain(self.conv1d, CausalConv1d) or (self.config.rmsnorm and not is_plain(self.norm, GatedRMSNorm)):
             return None
-        y_bi, *after = kernel(*tensors, group, eps, *config.dt_limit, before_gate)
-        return self.out_proj(y_bi[:, None]), Mamba2Cache(*after)
+        stepped = take_step(MAMBA2_STEP, (projected_bsX[:, 0], *cache), step_fields(self))
+        return None if stepped is None else (self.out_proj(stepped[0][:, None]), Mamba2Cache(*stepped[1:]))
 
     def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor) -> Tensor:
         """Skip, gate and norm."""
@@ -232,3 +226,39 @@ class Mamba2(rows.Block[Mamba2Cache]):
             group_size=norm.group_size,
             norm_before_gate=norm.norm_before_gate,
         )
+
+
+def step_fields(block: Mamba2) -> dict[str, Tensor | float | None]:
+    config, conv = block.config, block.conv1d
+    norm = block.norm if config.rmsnorm else None
+    return {
+        **{"heads": config.nheads, "p": config.per_head_dim, "r": config.state_rank, "groups": config.ngroups},
+        **{"k": config.conv_kernel, "mlp": config.d_inner - config.ssm_width},
+        **{"conv_weight": conv.weight, "conv_bias": conv.bias},
+        **{"dt_bias": block.dt_bias, "A_log": block.A_log, "D": block.D},
+        "norm_weight": None if norm is None else norm.weight,
+        "norm_group": config.norm_width if norm is None else norm.group_size,
+        "norm_eps": 0.0 if norm is None else norm.eps,
+        **dict(zip(("dt_low", "dt_high"), config.dt_limit, strict=True)),
+        "D_per_channel": config.D_has_hdim,
+        "norm_before_gate": norm is not None and norm.norm_before_gate,
+    }
+
+
+FAMILY = register(
+    Family(
+        name="mamba2",
+        title="Mamba-2",
+        block=Mamba2,
+        sizes={
+            "d_inner": ("out_proj.weight", 1, "d_inner"),
+            "nheads": ("dt_bias", 0, "nheads"),
+            "conv_dim": ("conv1d.weight", 0, "conv_dim"),
+        },
+        resolved={"d_ssm": "ssm_width", "norm_group_size": "norm_width"},
+        flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.ngroups),
+        at_hand={"state_rank": 64},
+        example={"d_model": 24, "state_rank": 10, "per_head_dim": 12, "ngroups": 2},
+        step=FusedStep(operation=MAMBA2_STEP, fields=step_fields, places={"conv_bvk": "window", "ssm_bhpr": "state"}),
+    )
+)

@@ -1,4 +1,4 @@
-"""Mamba-3: its config, its cache, its block."""
+"""Mamba-3: its config, its cache, its block, its record."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import Config, check_divides, check_positive, check_range
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range
+from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, is_step, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus, step_size
 from mambakit.ops.expand_ranks import expand_ranks
-from mambakit.ops.fused_step import MAMBA3_STEP, step_kernel
+from mambakit.ops.fused_step import MAMBA3_STEP, take_step
 from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
 from mambakit.ops.norm import finish
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
@@ -30,7 +31,7 @@ next call and give back larger ones, and then touching fresh memory takes longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba3Config(Config):
+class Mamba3Config(BlockConfig):
     d_model: int
     expand: float = 2
     state_rank: int = 128
@@ -157,12 +158,14 @@ class Token(NamedTuple):
     rot_bsR: Tensor
 
 
-class Mamba3(rows.Block[Mamba3Cache]):
+class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
     """A Mamba-3 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
 
-    def __init__(self, config: Mamba3Config, *, device: Any = None, dtype: Any = None):
-        super().__init__()
-        self.config = config
+    config_class, cache_class = Mamba3Config, Mamba3Cache
+
+    def __init__(self, config: Mamba3Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
+        super().__init__(config, **fields)
+        config = self.config
         made = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         h, m, p, r = config.nheads, config.ranks, config.per_head_dim, config.state_rank
@@ -230,19 +233,19 @@ class Mamba3(rows.Block[Mamba3Cache]):
         """Nothing seen yet; the state is the learned one where there is one."""
         shapes = self.cache_shapes(batch)
         if self.config.learnable_init_states:
-            ssm_bhpr = self.init_states.expand(batch, -1, -1, -1)
+            ssm_bhpr = self.learned("init_states", batch)
         else:
-            ssm_bhpr = self.D.new_zeros(shapes["ssm_bhpr"])
-        narrow = self.B_norm.weight.dtype
+            ssm_bhpr = self.zeros(shapes["ssm_bhpr"], like=self.D)
+        narrow = self.B_norm.weight
         return Mamba3Cache(
             ssm_bhpr,
-            self.D.new_zeros(shapes["k_state_bmhr"], dtype=narrow),
-            self.D.new_zeros(shapes["v_state_bhp"], dtype=narrow),
+            self.zeros(shapes["k_state_bmhr"], like=narrow),
+            self.zeros(shapes["v_state_bhp"], like=narrow),
             self.no_rotation(batch),
         ).with_pathway(pathway)
 
     def no_rotation(self, batch: int) -> Tensor:
-        rotation = self.D.new_zeros(batch, *self.config.rotation_shape)
+        rotation = self.zeros((batch, *self.config.rotation_shape), like=self.D)
         return rotation + rotation.new_tensor(IDENTITY) if self.config.rotation == "quaternion" else rotation
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
@@ -328,18 +331,10 @@ class Mamba3(rows.Block[Mamba3Cache]):
         norms = [module for module in (self.B_norm, self.C_norm, norm) if module is not None]
         if config.rotation != "complex" or not all(is_plain(module, RMSNorm) for module in norms):
             return None
-        mimo = (self.mimo_x, self.mimo_z, self.mimo_o) if config.is_mimo else (None, None, None)
-        tensors = (
-            *(projected_bsX[:, 0], *cache[:4], self.dt_bias, self.B_norm.weight, self.C_norm.weight),
-            *(self.B_bias, self.C_bias, *mimo, self.D, None if norm is None else norm.weight),
-        )
-        kernel = step_kernel(MAMBA3_STEP, *tensors)
-        if kernel is None:
+        stepped = take_step(MAMBA3_STEP, (projected_bsX[:, 0], *cache[:4]), step_fields(self))
+        if stepped is None:
             return None
-        y_bi, *after = kernel(
-            *(*tensors, config.rope_dim // 2, config.pairing == "half", config.a_activation == "heavy_tail"),
-            *(self.B_norm.eps, *config.dt_limit, config.a_floor, config.rotation_range),
-        )
+        y_bi, *after = stepped
         return self.out_proj(y_bi[:, None]), Mamba3Cache(*after, pathway=cache.pathway)
 
     def describe(self, projected_bsX: Tensor, lengths_b: Tensor | None) -> Token:
@@ -433,3 +428,46 @@ class Mamba3(rows.Block[Mamba3Cache]):
             **mimo,
         )
         return self.out_proj(y_bsi)
+
+
+def step_fields(block: Mamba3) -> dict[str, Tensor | float | None]:
+    config = block.config
+    return {
+        **{"heads": config.nheads, "p": config.per_head_dim, "r": config.state_rank, "groups": config.ngroups},
+        **{"ranks": config.ranks, "angles": config.rope_dim // 2},
+        **{"half": config.pairing == "half", "heavy_tail": config.a_activation == "heavy_tail"},
+        **{"dt_bias": block.dt_bias, "B_norm": block.B_norm.weight, "C_norm": block.C_norm.weight},
+        **{"B_bias": block.B_bias, "C_bias": block.C_bias, "D": block.D},
+        **{name: getattr(block, name) if config.is_mimo else None for name in ("mimo_x", "mimo_z", "mimo_o")},
+        "norm_weight": block.norm.weight if config.is_outproj_norm else None,
+        "norm_eps": block.B_norm.eps,
+        **dict(zip(("dt_low", "dt_high"), config.dt_limit, strict=True)),
+        **{"a_floor": config.a_floor, "rotation_range": config.rotation_range},
+    }
+
+
+FAMILY = register(
+    Family(
+        name="mamba3",
+        title="Mamba-3",
+        block=Mamba3,
+        sizes={
+            "d_inner": ("out_proj.weight", 1, "d_inner"),
+            "nheads": ("dt_bias", 0, "nheads"),
+            "state_rank": ("B_norm.weight", 0, "state_rank"),
+            "mimo_rank": ("B_bias", 1, "ranks"),
+        },
+        resolved={"mimo_rank": "ranks"},
+        # B and C are every head's own.
+        flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.nheads, ranks=config.ranks),
+        variants={"mamba3-mimo": {"is_mimo": True}},
+        at_hand={"state_rank": 64},
+        example={"d_model": 24, "state_rank": 12, "per_head_dim": 12},
+        step=FusedStep(
+            operation=MAMBA3_STEP,
+            fields=step_fields,
+            places={"ssm_bhpr": "state", "k_state_bmhr": "k_state", "v_state_bhp": "v_state", "rotation": "angle"},
+            why_not=lambda block: None if block.config.rotation == "complex" else "rotates by quaternions",
+        ),
+    )
+)

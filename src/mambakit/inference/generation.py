@@ -102,6 +102,10 @@ class Stream(Iterator[Tensor]):
         check_count("prefill_chunk", prefill_chunk, least=1)
         if model.backbone.levels:
             raise ValueError("generation is for models without latents: rows of all lengths would share their places")
+        if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+            raise ValueError(
+                "generate takes whole models, and parameters of this one are shares; load a whole copy, one per process"
+            )
         if type(pad_id) is not int:
             raise ValueError(f"pad_id is {pad_id!r}, expected a token id")
         self._sampler = Sampler(

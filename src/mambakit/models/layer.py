@@ -6,24 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
-from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
-from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
+from mambakit.blocks.config import BlockConfig
+from mambakit.blocks.family import family_of
 from mambakit.blocks.modules import Linear, RMSNorm
-
-BlockConfig = Mamba1Config | Mamba2Config | Mamba3Config
-FAMILIES: dict[str, tuple[type, type[nn.Module]]] = {
-    "mamba1": (Mamba1Config, Mamba1),
-    "mamba2": (Mamba2Config, Mamba2),
-    "mamba3": (Mamba3Config, Mamba3),
-}
-
-
-def family_of(config: BlockConfig) -> str:
-    for family, (kind, _) in FAMILIES.items():
-        if type(config) is kind:
-            return family
-    raise ValueError(f"block is a {type(config).__name__}, expected a Mamba1Config, Mamba2Config or Mamba3Config")
 
 
 def make_norm(width: int, rms: bool, eps: float, **made: Any) -> nn.Module:
@@ -78,7 +63,7 @@ class Layer(nn.Module):
         super().__init__()
         made = {"device": device, "dtype": dtype}
         self.norm = make_norm(block.d_model, rms_norm, norm_eps, **made)
-        self.mixer = FAMILIES[family_of(block)][1](block, **made)  # type: ignore[call-arg]
+        self.mixer = family_of(block).block(block, **made)
         if d_intermediate:
             self.norm2 = make_norm(block.d_model, rms_norm, norm_eps, **made)
             self.mlp = GatedMLP(block.d_model, d_intermediate, **made)

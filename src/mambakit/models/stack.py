@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mambakit.blocks.block import check_flags, check_input, check_token
 from mambakit.blocks.caches import detach
-from mambakit.blocks.config import Config, check_positive
+from mambakit.blocks.config import BlockConfig, Config, check_positive
+from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.models import schedules
 from mambakit.models.class_tokens import (
     ClassCache,
@@ -24,7 +25,7 @@ from mambakit.models.class_tokens import (
     fresh_cursors,
     plan_levels,
 )
-from mambakit.models.layer import FAMILIES, BlockConfig, Layer, family_of
+from mambakit.models.layer import Layer
 from mambakit.models.multi_gate import MultiGateConfig, Residual
 from mambakit.ops.ssd_path import SsdPath
 
@@ -79,7 +80,7 @@ class StackConfig(Config):
         return self.virtual.order(self.n_layer)
 
     def to_dict(self) -> dict[str, Any]:
-        block = {"family": family_of(self.block), **self.block.to_dict()}
+        block = {"family": family_of(self.block).name, **self.block.to_dict()}
         return {**Config.to_dict(self), "block": block, "virtual": schedules.to_dict(self.virtual)}
 
     @classmethod
@@ -88,7 +89,7 @@ class StackConfig(Config):
         family = block.pop("family", None)
         if family not in FAMILIES:
             raise ValueError(f"block.family is {family!r}, expected one of {', '.join(FAMILIES)}")
-        made: dict[str, Any] = {"block": FAMILIES[family][0].from_dict(block)}  # type: ignore[attr-defined]
+        made: dict[str, Any] = {"block": FAMILIES[family].config.from_dict(block)}
         if values.get("virtual") is not None:
             made["virtual"] = schedules.from_dict(values["virtual"])
         if values.get("multi_gate") is not None:
@@ -176,8 +177,10 @@ class Stack(nn.Module):
     def step_infinite(self, x_bd: Tensor) -> Tensor:
         """What `step` converges to when the same token comes for ever. Class latents lie too far back to be seen."""
         family = family_of(self.config.block)
-        if family != "mamba3":
-            raise ValueError(f"step_infinite is known for mamba3 blocks only, and this stack's are {family}")
+        if not hasattr(family.block, "step_infinite"):
+            known = [name for name, other in FAMILIES.items() if hasattr(other.block, "step_infinite")]
+            told = f"{' and '.join(known)} blocks only, and this stack's are {family.name}"
+            raise ValueError(f"step_infinite is known for {told}")
         flow = enter_token(self, x_bd)
         flow, _ = self.run(flow, None, lambda layer, x, *_: (layer.step_infinite(x), None))
         return flow.x

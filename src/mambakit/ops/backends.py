@@ -76,16 +76,6 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend {name!r} is unknown; choose from {', '.join(backend_names())}")
 
 
-register_backend(
-    Backend(
-        name="triton",
-        device="cuda",
-        dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        why_missing=lambda: "this version of mambakit has no Triton kernels",
-    )
-)
-
-
 def asked() -> str:
     """What `use_backend` says here."""
     return getattr(_running, "backend", "auto")

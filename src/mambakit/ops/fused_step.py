@@ -3,12 +3,13 @@
 Kernels only, without gradients: where none takes a call, a block goes the way of any other length. They read float32.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mambakit.ops.operation import Kernel, TorchOperation
+from mambakit.ops.operation import TorchOperation
 
 
 def like(*tensors: Tensor) -> list[Tensor]:
@@ -60,9 +61,11 @@ MAMBA3_STEP = TorchOperation(
 """Outputs, state, the last B, the last x and the angle. `angles` pairs rotate, by `half` or as neighbours."""
 
 
-def step_kernel(operation: TorchOperation, *tensors: Tensor | None) -> Kernel | None:
-    """Who takes a step on these tensors, of which some may be None."""
-    for tensor in tensors:
+def take_step(operation: TorchOperation, entering: Sequence[Tensor], fields: Mapping[str, Any]) -> list[Tensor] | None:
+    """`operation` on what enters a step and, by name, what else it reads; None where no kernel takes it."""
+    inputs = [*entering, *(fields[name] for name in operation.names[len(entering) :])]
+    for tensor in inputs[: operation.tensors]:
         if tensor is not None and tensor.dtype != torch.float32:
             return None
-    return operation.offer(*tensors)
+    kernel = operation.offer(*inputs[: operation.tensors])
+    return None if kernel is None else kernel(*inputs)

@@ -152,7 +152,9 @@ class TorchOperation(Operation):
     ):
         super().__init__(name)
         self.floats, self.twin = floats, twin
-        self.tensors = sum(argument.startswith("Tensor") for argument in inputs.split(", "))
+        arguments = inputs.split(", ")
+        self.names = [argument.split()[-1] for argument in arguments]
+        self.tensors = sum(argument.startswith("Tensor") for argument in arguments)
         LIBRARY.define(f"{name}({inputs}, str backend) -> Tensor[]")
         LIBRARY.impl(name, self._forward, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mambakit::{name}", lambda *args: fake(*args[:-1]), lib=LIBRARY)

@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config, Token
 from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.models.layer import BlockConfig
 from mambakit.ops.backends import use_backend
 from mambakit.tools.experiments.tasks import Task
 
