@@ -68,7 +68,7 @@ def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | St
     if backend in DECODE.kernels:
         return Decoder(model, backend)
     if backend == "auto" and rows <= few_rows.MAX_ROWS and why_not(model) is None:
-        kernel = DECODE.offer(model.backbone.embedding.weight)
+        kernel = DECODE.offer(model.backbone.embedding.weight.detach())
         if kernel is not None:
             return Decoder(model, kernel.backend.name)
     return StepByStep(model, backend)
@@ -85,7 +85,7 @@ class Decoder:
         reason = why_not(model)
         if reason is not None:
             raise ValueError(f'this model cannot be decoded in one call (backend "{backend}"): {reason}')
-        kernel = DECODE.choose(backend, model.backbone.embedding.weight)
+        kernel = DECODE.choose(backend, model.backbone.embedding.weight.detach())
         assert kernel is not None, "a backend asked for by name runs or raises"
         self._vocabulary = model.backbone.embedding.num_embeddings
         with torch.no_grad():
