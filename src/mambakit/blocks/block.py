@@ -103,7 +103,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if mask_bs is None and cu_seqlens is None:
             if ids_bs is not None and s:
                 cache = restart(self, cache, ids_bs[:, 0] > 0)
-            return self.run(x_bsd, cache, path, ids_bs, None)
+            with SsdPath.of(path).around():
+                return self.run(x_bsd, cache, path, ids_bs, None)
 
         if mask_bs is not None:
             check_flags("mask_bs", mask_bs, x_bsd)
@@ -112,7 +113,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if ids_bs is not None:
             segments, entering, leaving = layout.resets(ids_bs)
             cache = restart(self, cache, entering)
-        y_rld, cache = self.run(layout.gather(x_bsd), cache, path, segments, layout.lengths_r)
+        with SsdPath.of(path).around():
+            y_rld, cache = self.run(layout.gather(x_bsd), cache, path, segments, layout.lengths_r)
         if leaving is not None:
             cache = restart(self, cache, leaving)
         return layout.scatter(y_rld, b, s), cache

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks import fused_step
 from mambakit.blocks.config import BlockConfig, check_positive
 from mambakit.blocks.family import Family, FusedStep, register
-from mambakit.blocks.modules import CausalConv1d, Linear, convolve_silu, init_dt_bias, mark
+from mambakit.blocks.modules import CausalConv1d, Linear, convolve_silu, init_dt_bias, is_plain, is_step, mark
 from mambakit.ops.activations import softplus
+from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, step_kernel
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
 
@@ -131,11 +131,11 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
             raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
         r = self.config.state_rank
         projected_bsX = self.in_proj(x_bsd)
-        if fused := fused_step.mamba1(self, projected_bsX, cache, path, segments_bs, lengths_b):
+        if is_step(self, projected_bsX, segments_bs, lengths_b) and (fused := self.fused_step(projected_bsX, cache)):
             return fused
         x_bsi, z_bsi = projected_bsX.chunk(2, dim=-1)
         (x_bsi,), window_bik = convolve_silu(
-            self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b, path.backend
+            self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b
         )
         dt_bsR, b_bsr, c_bsr = self.x_proj(x_bsi).split((self.config.dt_width, r, r), dim=-1)
         dt_bsi = self.dt_proj(dt_bsR)
@@ -156,6 +156,21 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
             backend=path.backend,
         )
         return self.out_proj(y_bsi.to(z_bsi.dtype)), Mamba1Cache(window_bik, state_bir)
+
+    def fused_step(self, projected_bsX: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache] | None:
+        """What `run` returns for one token, by kernels; None where they do not apply."""
+        conv, projected_bX = self.conv1d, projected_bsX[:, 0]
+        if not is_plain(conv, CausalConv1d):
+            return None
+        convolved = (projected_bX, cache.conv_bik, conv.weight, conv.bias)
+        convolve, scan = step_kernel(MAMBA1_STEP_CONV, *convolved), step_kernel(MAMBA1_STEP, cache.ssm_bir, self.D)
+        if convolve is None or scan is None:
+            return None
+        x_bi, window_bik = convolve(*convolved)
+        dt_b_c_bX = self.x_proj(x_bi[:, None])
+        dt_bsi = self.dt_proj(dt_b_c_bX[..., : self.config.dt_width])
+        y_bi, state_bir = scan(projected_bX, x_bi, dt_bsi[:, 0], dt_b_c_bX[:, 0], cache.ssm_bir, self.A_log, self.D)
+        return self.out_proj(y_bi[:, None]), Mamba1Cache(window_bik, state_bir)
 
 
 def step_fields(block: Mamba1) -> dict[str, Tensor | float | None]:

@@ -9,22 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks import fused_step
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range
 from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
 from mambakit.blocks.modules import (
     CausalConv1d,
     GatedRMSNorm,
     Linear,
-    around_scan,
     convolve_silu,
     init_dt_bias,
     is_plain,
+    is_step,
     mark,
 )
 from mambakit.ops.activations import step_size
-from mambakit.ops.norm import finish, plain_norm
-from mambakit.ops.ssd import learned_start, one_token, scan
+from mambakit.ops.fused_step import MAMBA2_STEP, step_kernel
+from mambakit.ops.norm import finish
+from mambakit.ops.ssd import learned_start, scan
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -174,17 +174,13 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         config, path = self.config, SsdPath.of(path)
         width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
         projected_bsX = self.in_proj(x_bsd)
-        if fused := fused_step.mamba2(self, projected_bsX, cache, path, segments_bs, lengths_b):
+        if is_step(self, projected_bsX, segments_bs, lengths_b) and (fused := self.fused_step(projected_bsX, cache)):
             return fused
-        if segments_bs is None and lengths_b is None and self.is_plain_step(projected_bsX, cache, path):
-            y_bi, cache = self.run_token(projected_bsX[:, 0], cache)
-            return self.out_proj(y_bi[:, None]), cache
         z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = projected_bsX.split(
             (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
         )
-        backend = around_scan(path)
         (x_bsi, b_bsG, c_bsG), window_bvk = convolve_silu(
-            self.conv1d, xbc_bsv, cache.conv_bvk, [width, gr, gr], segments_bs, lengths_b, backend
+            self.conv1d, xbc_bsv, cache.conv_bvk, [width, gr, gr], segments_bs, lengths_b
         )
         x_bshp = x_bsi.unflatten(-1, (config.nheads, config.per_head_dim))
         b_bsmgr, c_bsmgr = (t.unflatten(-1, (1, config.ngroups, config.state_rank)) for t in (b_bsG, c_bsG))
@@ -199,53 +195,33 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
             y_start, state_start = learned_start(self.init_states, c_bsmgr, da_bsh, segments_bs)
             y_bsmhp, state_bhpr = y_bsmhp + y_start.to(y_bsmhp.dtype), state_bhpr + state_start
 
-        y_bsi = self.gate(y_bsmhp.flatten(-2), x_bsi, z_bsi, backend)
+        y_bsi = self.gate(y_bsmhp.flatten(-2), x_bsi, z_bsi)
         if mlp:
             y_bsi = torch.cat([F.silu(z_mlp) * x_mlp, y_bsi], -1)
         return self.out_proj(y_bsi), Mamba2Cache(window_bvk, state_bhpr)
 
-    def is_plain_step(self, projected_bsX: Tensor, cache: Mamba2Cache, path: SsdPath) -> bool:
-        """Whether `run_token` may take this: one token in one wide dtype, no gradients, modules that nothing wraps."""
-        if projected_bsX.shape[1] != 1 or path.backend == "cpu" or torch.is_grad_enabled():
-            return False
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(projected_bsX.device.type):
-            return False
-        if not is_plain(self.conv1d, CausalConv1d) or (self.config.rmsnorm and not is_plain(self.norm, GatedRMSNorm)):
-            return False
-        dtypes = {projected_bsX.dtype, cache.conv_bvk.dtype, cache.ssm_bhpr.dtype, self.D.dtype}
-        return dtypes in ({torch.float32}, {torch.float64})
-
-    def run_token(self, projected_bX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache]:
-        """What `run` computes between the projections, in as few operators as one token needs."""
-        config, conv = self.config, self.conv1d
-        width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
-        z_mlp, x_mlp, z_bi, xbc_bv, dt_bh = projected_bX.split((mlp, mlp, width, config.conv_dim, config.nheads), 1)
-        # Channels last in memory: numbers that are added up lie apart, which is faster.
-        window_bvk = torch.cat((cache.conv_bvk.mT[:, 1:], xbc_bv[:, None]), 1).mT
-        xbc_bv = (window_bvk * conv.weight.squeeze(1)).sum(-1)
-        xbc_bv = F.silu(xbc_bv if conv.bias is None else xbc_bv + conv.bias)
-        x_bi, b_bG, c_bG = xbc_bv.split((width, gr, gr), 1)
-        x_bmhp = x_bi.view(-1, 1, config.nheads, config.per_head_dim)
-        b_bmgr, c_bmgr = (t.view(-1, 1, config.ngroups, config.state_rank) for t in (b_bG, c_bG))
-        dt_bh = step_size(dt_bh, self.dt_bias, config.dt_limit)
-        da_bh = -dt_bh * torch.exp(self.A_log)
-        y_bmhp, state_bhpr = one_token(x_bmhp, b_bmgr, c_bmgr, da_bh, dt_bh, dt_bh, cache.ssm_bhpr)
-        y_bi = torch.addcmul(y_bmhp, x_bmhp, self.D.view(config.nheads, -1)).view(-1, width)
+    def fused_step(self, projected_bsX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache] | None:
+        """What `run` returns for one token, by a kernel; None where none applies."""
+        config, conv, projected_bX = self.config, self.conv1d, projected_bsX[:, 0]
+        weight, group, eps, before_gate = None, config.norm_width, 0.0, False
         if config.rmsnorm:
             norm = self.norm
-            y_bi = plain_norm(y_bi, z_bi, norm.weight, norm.eps, norm.group_size or width, norm.norm_before_gate)
-        else:
-            y_bi = y_bi * F.silu(z_bi)
-        if mlp:
-            y_bi = torch.cat([F.silu(z_mlp) * x_mlp, y_bi], -1)
-        return y_bi, Mamba2Cache(window_bvk, state_bhpr)
+            if not is_plain(norm, GatedRMSNorm):
+                return None
+            weight, group, eps, before_gate = norm.weight, norm.group_size, norm.eps, norm.norm_before_gate
+        tensors = (projected_bX, *cache, conv.weight, conv.bias, self.dt_bias, self.A_log, self.D, weight)
+        kernel = step_kernel(MAMBA2_STEP, *tensors) if is_plain(conv, CausalConv1d) else None
+        if kernel is None:
+            return None
+        y_bi, *after = kernel(*tensors, group, eps, *config.dt_limit, before_gate)
+        return self.out_proj(y_bi[:, None]), Mamba2Cache(*after)
 
-    def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor, backend: str) -> Tensor:
+    def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor) -> Tensor:
         """Skip, gate and norm."""
         config = self.config
         skip_i = self.D.view(config.nheads, -1).expand(-1, config.per_head_dim).flatten()
         if not config.rmsnorm:
-            return finish(y_bsmi, x_bsi, skip_i, z_bsi, backend=backend)
+            return finish(y_bsmi, x_bsi, skip_i, z_bsi)
         norm = self.norm
         if not is_plain(norm, GatedRMSNorm):
             return norm((y_bsmi[:, :, 0] + skip_i * x_bsi).to(z_bsi.dtype), z_bsi)
@@ -258,7 +234,6 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
             norm.eps,
             group_size=norm.group_size,
             norm_before_gate=norm.norm_before_gate,
-            backend=backend,
         )
 
 

@@ -6,7 +6,6 @@ stands in a model's way; such a model is stepped module by module.
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from mambakit.blocks.block import Block
 from mambakit.blocks.family import FAMILIES, FusedStep, family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
 from mambakit.kernels.cpu import decode as native
+from mambakit.kernels.cpu.few_rows import matrix
 from mambakit.kernels.cpu.library import why_missing
 from mambakit.models.language_model import Backbone, LanguageModel
 from mambakit.models.layer import GatedMLP, Layer
 from mambakit.models.multi_gate import Residual
 from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import few_rows
-from mambakit.ops.backends import auto_means, use_kernels
-from mambakit.ops.fused_step import let_overwrite
+from mambakit.ops.backends import asked, overwriting, use_backend
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
 PARTS = (LanguageModel, Backbone, Layer, GatedMLP, Residual, nn.ModuleList)
@@ -57,17 +56,17 @@ class StepByStep:
         self._cache = cache
         if self._overwrites:
             self._cache = tuple(copied(one) for one in cache)
-            for one in self._cache:
-                for tensor in one:
-                    if isinstance(tensor, Tensor):
-                        let_overwrite(tensor)
 
     def step(self, ids_b: Tensor) -> Tensor:
-        operators = auto_means("torch") if self._backend == "torch" else nullcontext()
-        with operators, torch.inference_mode() if self._overwrites else torch.no_grad():
-            logits_bw, self._cache = self._model.step(ids_b, self._cache)
+        with use_backend(self._backend):
+            if not self._overwrites:
+                with torch.no_grad():
+                    logits_bw, self._cache = self._model.step(ids_b, self._cache)
+                return logits_bw
+            with torch.inference_mode(), overwriting():
+                logits_bw, self._cache = self._model.step(ids_b, self._cache)
         # An ordinary tensor, as those of `cache` are.
-        return logits_bw.clone() if self._overwrites else logits_bw
+        return logits_bw.clone()
 
     def cache(self) -> Any:
         return tuple(copied(one) for one in self._cache) if self._overwrites else self._cache
@@ -77,7 +76,7 @@ def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | St
     """The fastest way to decode `rows` rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
     if backend == "cpu":
         return Decoder(model)
-    if backend == "torch" or rows > few_rows.MAX_ROWS or not use_kernels("auto") or why_not(model) is not None:
+    if backend == "torch" or rows > few_rows.MAX_ROWS or asked() == "torch" or why_not(model) is not None:
         return StepByStep(model, backend)
     return Decoder(model)
 
@@ -167,7 +166,7 @@ class Decoder:
     def _pack_projection(self, linear: Any) -> Any:
         weights = linear.stored()
         self._held += [t.detach() for t in (weights.weight, weights.scales, weights.bias) if t is not None]
-        return weights.matrix()
+        return matrix(weights)
 
     def _pack_norm(self, norm: Any) -> native.Norm:
         centred = type(norm) is nn.LayerNorm

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import family_of
 from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.ssd import SSD
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.tools.measure import gemm_task, interleaved, median, peak_bytes, read_task
 
@@ -82,7 +82,7 @@ def measure(subject: Subject, kinds: Iterable[str], repeats: int) -> tuple[list[
 
 def runs_kernels(subject: Subject, path: SsdPath) -> bool:
     parameter = next(subject.module.parameters())
-    return path.algorithm == "serial_recalculated" and use_kernels(path.backend, parameter)
+    return path.algorithm == "serial_recalculated" and SSD.choose(path.backend, parameter) is not None
 
 
 def floor_seconds(subject: Subject, kind: str, limits: dict[str, float]) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.kernels.cpu.few_rows import Matrix
 from mambakit.kernels.cpu.library import kernel, pointer
-from mambakit.kernels.cpu.matvec import Matrix
 
 Fields = list[tuple[str, Any]]
 
