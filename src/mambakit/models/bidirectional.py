@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from mambakit.blocks.caches import select
 from mambakit.models.class_tokens import ClassTokens, Cursor, Splice, plan
+from mambakit.models.flow import StackCache, caller, check_slots, without_absent
 from mambakit.models.layer import Layer
 from mambakit.models.multi_gate import Residual
 from mambakit.models.schedules import PairSchedule, StridedCyclic
-from mambakit.models.stack import StackCache, StackConfig, caller, check_slots, enter, without_absent
+from mambakit.models.stack import StackConfig, enter
 from mambakit.ops.ssd_path import SsdPath
 
 MERGES = ("mean", "cat_linear")

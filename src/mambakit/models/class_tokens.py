@@ -171,31 +171,3 @@ def plan_levels(
         after.append(cursor)
         q = len(places)
     return splices, tuple(after)
-
-
-class Flow(NamedTuple):
-    """What one layer hands to the next."""
-
-    x: Tensor
-    mask_bs: Tensor | None = None
-    streams: Tensor | None = None
-    """MultiGate's, with an axis before the last."""
-    carry: Tensor | None = None
-    """Zero, with the gradient of the stack's input: its way around the layers that have none."""
-
-    def insert(self, piece: Splice) -> "Flow":
-        """A row enters the token stream and all gated streams alike."""
-        rows_nd, index = piece
-        streams = carry = None
-        if self.streams is not None:
-            rows_nkd = rows_nd[:, None].expand(-1, self.streams.shape[2], -1)
-            streams = splice(self.streams, rows_nkd, index)
-        if self.carry is not None:
-            carry = splice(self.carry, rows_nd - rows_nd.detach(), index)
-        return Flow(splice(self.x, rows_nd, index), splice_flags(self.mask_bs, index), streams, carry)
-
-    def take_up_carry(self) -> "Flow":
-        if self.carry is None:
-            return self
-        streams = None if self.streams is None else self.streams + self.carry[..., None, :]
-        return Flow(self.x + self.carry, self.mask_bs, streams)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from mambakit.blocks.config import check_positive
 from mambakit.blocks.modules import Linear
+from mambakit.models.flow import StackCache
 from mambakit.models.layer import make_norm, normed
-from mambakit.models.stack import Stack, StackCache, StackConfig
+from mambakit.models.stack import Stack, StackConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,8 +19,9 @@ from mambakit.models.class_tokens import (
     splice,
     splice_flags,
 )
+from mambakit.models.flow import StackCache
 from mambakit.models.layer import make_norm, normed
-from mambakit.models.stack import Stack, StackCache, StackConfig
+from mambakit.models.stack import Stack, StackConfig
 from mambakit.ops.ssd_path import SsdPath
 
 

@@ -1,37 +1,27 @@
 """A stack of layers around one residual stream."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mambakit.blocks.block import check_flags, check_input, check_token
-from mambakit.blocks.caches import detach
 from mambakit.blocks.config import Config, check_positive
 from mambakit.models import schedules
 from mambakit.models.class_tokens import (
     ClassCache,
     ClassTokens,
-    Flow,
     Marker,
-    Splice,
     check_markers,
     check_step_without_cursors,
     fresh_cursors,
     plan_levels,
 )
+from mambakit.models.flow import Flow, StackCache, caller, check_slots, run, without_absent
 from mambakit.models.layer import FAMILIES, BlockConfig, Layer, family_of
 from mambakit.models.multi_gate import MultiGateConfig, Residual
 from mambakit.ops.ssd_path import SsdPath
-
-StackCache = tuple[Any, ...]
-"""One block cache per virtual layer; inside a `ClassCache` where class latents have cursors."""
-Call = Callable[[Any, Tensor, Any, Tensor | None], tuple[Tensor, Any]]
-"""`call(layer, x, cache, mask) -> (delta, cache)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +160,7 @@ class Stack(nn.Module):
                 y_bsd, cache = self.advance(x_bd[:, None], cache)
                 return y_bsd[:, -1], cache
             check_step_without_cursors(*(level for _, level in self.latents()))
-        flow, after = self.run(flow, cache, lambda layer, x, entering, _: layer.step(x, entering))
+        flow, after = run(self, flow, cache, lambda layer, x, entering, _: layer.step(x, entering))
         return flow.x, after
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
@@ -179,7 +169,7 @@ class Stack(nn.Module):
         if family != "mamba3":
             raise ValueError(f"step_infinite is known for mamba3 blocks only, and this stack's are {family}")
         flow = enter_token(self, x_bd)
-        flow, _ = self.run(flow, None, lambda layer, x, *_: (layer.step_infinite(x), None))
+        flow, _ = run(self, flow, None, lambda layer, x, *_: (layer.step_infinite(x), None))
         return flow.x
 
     def prime(self, cache: StackCache) -> tuple[Tensor | None, StackCache]:
@@ -207,60 +197,13 @@ class Stack(nn.Module):
         slots, cursors = cache if has_cursors else (cache, fresh_cursors(self.latents(), x_bsd.shape[1]))
         splices, cursors = plan_levels(self.latents(), cursors, x_bsd.shape[1], prime)
         between = splices if prime or self.levels else None
-        flow, after = self.run(flow, slots, caller(self.checkpoint_layers, options or {}), between)
+        flow, after = run(self, flow, slots, caller(self.checkpoint_layers, options or {}), between)
         y_bsd = without_absent(flow.x, flow.mask_bs)
         return y_bsd, ClassCache(after, cursors) if has_cursors else after
-
-    def run(
-        self,
-        flow: Flow,
-        cache: StackCache | None,
-        call: Call,
-        splices: dict[int, list[Splice]] | None = None,
-    ) -> tuple[Flow, StackCache]:
-        """All layers, each by `call(layer, x, cache, mask)`: the one place for residuals, rows and the horizon."""
-        flow = flow._replace(streams=self.residual.seed(flow.x))
-        inserted, cut = splices or {}, self.cut()
-        if cut:
-            flow = flow._replace(carry=flow.x - flow.x.detach())
-        after = []
-        for q, (real, entering) in enumerate(zip(self.order, check_slots(len(self.order), cache), strict=True)):
-            if cut and q == cut:
-                flow = flow.take_up_carry()
-            for piece in inserted.get(q, ()):
-                flow = flow.insert(piece)
-            with torch.no_grad() if q < cut else nullcontext():
-                if splices is not None and entering is not None and flow.x.shape[1] == 0:
-                    delta, leaving = flow.x, entering  # no token or row yet: untouched to the last digit
-                else:
-                    delta, leaving = call(self.layers[real], flow.x, entering, flow.mask_bs)
-                x, streams = self.residual.join(q, flow.x, flow.streams, delta)
-            flow = flow._replace(x=x, streams=streams)
-            after.append(detach(leaving) if q < cut else leaving)
-        return flow.take_up_carry() if cut == len(self.order) else flow, tuple(after)
-
-    def cut(self) -> int:
-        """How many layers from below run without gradients."""
-        if self.grad_horizon is None or not torch.is_grad_enabled():
-            return 0
-        if self.grad_horizon < 0:
-            raise ValueError(f"grad_horizon = {self.grad_horizon} has to be 0 or more layers, or None for all")
-        return max(0, len(self.order) - self.grad_horizon)
 
     def latents(self) -> list[tuple[int, ClassTokens]]:
         """Before which virtual layer rows enter, and whose, in the order in which tokens pass them."""
         return [(q, cast(ClassTokens, self.get_submodule(name))) for q, name in self.levels]
-
-
-def check_slots(n: int, cache: StackCache | None) -> StackCache:
-    """A cache for each of `n` virtual layers."""
-    if cache is None:
-        return (None,) * n
-    if hasattr(cache, "_fields"):
-        raise ValueError(f"a stack's cache is a tuple of its layers' caches, got a {type(cache).__name__}")
-    if len(cache) != n:
-        raise ValueError(f"the cache is of {len(cache)} layers, but this stack has {n}")
-    return cache
 
 
 def enter(stack: Any, x_bsd: Tensor, mask_bs: Tensor | None) -> Flow:
@@ -279,21 +222,3 @@ def enter_token(stack: Any, x_bd: Tensor) -> Flow:
 def into_residual(config: StackConfig, x: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.to(wide) if config.residual_in_fp32 else x
-
-
-def caller(checkpointed: bool, options: dict[str, Any]) -> Call:
-    """How a layer is called in `forward`."""
-
-    def call(layer: nn.Module, x_bsd: Tensor, cache: Any, mask_bs: Tensor | None) -> tuple[Tensor, Any]:
-        if checkpointed and torch.is_grad_enabled():
-            # Nothing in a layer is random.
-            keep = {"use_reentrant": False, "preserve_rng_state": False}
-            return cast(Any, checkpoint(layer, x_bsd, cache, mask_bs=mask_bs, **keep, **options))
-        return layer(x_bsd, cache, mask_bs=mask_bs, **options)
-
-    return call
-
-
-def without_absent(x_bsd: Tensor, mask_bs: Tensor | None) -> Tensor:
-    """Zero where there is no token."""
-    return x_bsd if mask_bs is None else x_bsd.masked_fill(~mask_bs.bool()[..., None], 0)
