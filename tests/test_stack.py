@@ -1,6 +1,7 @@
 """Stacks and latent models: virtual layers, residuals, the gradient horizon, and the contract of a block."""
 
 import math
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from compare import check
 from mambakit import caches
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.latent_model import LatentConfig, LatentModel
+from mambakit.models.layer import make_norm
 from mambakit.models.multi_gate import MultiGateConfig
 from mambakit.models.schedules import Custom, Cyclic, Stretched
 from mambakit.models.stack import Stack, StackConfig
@@ -451,3 +453,31 @@ def test_muon_gets_the_maps_of_the_mlp():
     }
     assert {(128, 8), (8, 128)} <= muon
     param_groups(stack)
+
+
+@pytest.mark.parametrize("rms_norm", [False, True])
+def test_norms_are_called_as_modules(rms_norm):
+    """What wraps or watches a norm counts, before each layer and after the last, in steps too."""
+    config = ModelConfig(block=CONFIGS["mamba2"], n_layer=2, d_intermediate=9, rms_norm=rms_norm, vocab_size=11)
+    model = LanguageModel(config)
+    norms = [model.backbone.norm_f, *(norm for layer in model.backbone.layers for norm in (layer.norm, layer.norm2))]
+    called = set()
+    for norm in norms:
+        norm.register_forward_hook(lambda module, *_: called.add(module))
+    _, cache = model(torch.tensor([[1, 2, 3]]))
+    assert called == set(norms)
+    called.clear()
+    model.step(torch.tensor([4]), cache)
+    assert called == set(norms)
+
+
+@pytest.mark.parametrize("rms_norm", [False, True])
+def test_norms_of_a_wide_residual(rms_norm):
+    """Computed wide, returned in the layer's dtype."""
+    norm = make_norm(8, rms_norm, 1e-5, dtype=torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.add_(torch.randn(8))
+    x = torch.randn(5, 8)
+    y = norm(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, deepcopy(norm).float()(x).bfloat16())

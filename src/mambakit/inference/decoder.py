@@ -20,7 +20,7 @@ from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
 from mambakit.kernels.cpu import decode as native
 from mambakit.kernels.cpu.library import why_missing
 from mambakit.models.language_model import Backbone, LanguageModel
-from mambakit.models.layer import GatedMLP, Layer
+from mambakit.models.layer import GatedMLP, Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
 from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import few_rows
@@ -29,7 +29,7 @@ from mambakit.ops.fused_step import let_overwrite
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
 PARTS = (LanguageModel, Backbone, Layer, GatedMLP, Residual, Mamba1, Mamba2, Mamba3, nn.ModuleList)
-PARTS += (nn.Embedding, nn.LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
+PARTS += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
 CALLED = ("forward", "step", "embed", "logits", "run", "with_mlp")
 
@@ -164,7 +164,7 @@ class Decoder:
         return weights.matrix()
 
     def _pack_norm(self, norm: Any) -> native.Norm:
-        centred = type(norm) is nn.LayerNorm
+        centred = isinstance(norm, nn.LayerNorm)
         bias = norm.bias if centred else None
         return native.Norm(self._address(norm.weight), self._address(bias), norm.weight.numel(), centred, norm.eps)
 
@@ -264,7 +264,7 @@ def why_not_module(module: nn.Module) -> str | None:
         return "has a method replaced"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "renormalises its rows"
-    if type(module) is nn.LayerNorm and not module.elementwise_affine:
+    if isinstance(module, nn.LayerNorm) and not module.elementwise_affine:
         return "has no weight"
     if type(module) is Layer and any(getattr(norm, "group_size", None) is not None for norm in module.children()):
         return "norms in groups"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mambakit.blocks.config import check_positive
 from mambakit.blocks.modules import Linear
 from mambakit.models.flow import StackCache
-from mambakit.models.layer import make_norm, normed
+from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackConfig
 
 
@@ -81,4 +81,4 @@ class LanguageModel(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Of the residual stream; rows of the head that only pad the vocabulary are left out."""
-        return self.lm_head(normed(self.backbone.norm_f, x))[..., : self.config.vocab_size]
+        return self.lm_head(self.backbone.norm_f(x))[..., : self.config.vocab_size]

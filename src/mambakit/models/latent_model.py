@@ -20,7 +20,7 @@ from mambakit.models.class_tokens import (
     splice_flags,
 )
 from mambakit.models.flow import StackCache
-from mambakit.models.layer import make_norm, normed
+from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackConfig
 from mambakit.ops.ssd_path import SsdPath
 
@@ -142,7 +142,7 @@ class LatentModel(nn.Module):
 
     def out(self, x: Tensor) -> Tensor:
         # Without a norm, the residual may still be wider than the layers.
-        x = x.to(self.out_proj.weight.dtype) if self.norm_f is None else normed(self.norm_f, x)
+        x = x.to(self.out_proj.weight.dtype) if self.norm_f is None else self.norm_f(x)
         return self.out_proj(x)
 
     def check_input(self, x: Tensor, axes: int) -> None:
