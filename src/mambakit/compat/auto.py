@@ -22,8 +22,8 @@ from mambakit.checkpoints import load_model
 from mambakit.checkpoints.formats import MODEL_TYPE
 from mambakit.compat.auto_config import MambakitConfig
 from mambakit.compat.auto_files import GENERATION, find, one_device, read_dtype, write_among_others
-from mambakit.models.flow import StackCache
 from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.models.stack import StackCache
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
 # transformers calls by name and asks models to take the arguments they have a use for.

@@ -4,7 +4,7 @@ A marker is `"start"`, `"middle"`, `"end"` or a number: before the first token, 
 last, or before that token. Where a sequence comes in parts, a cursor says how far it has come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,20 @@ def check_step_without_cursors(*levels: ClassTokens) -> None:
             raise ValueError(
                 f"step with markers {level.markers} needs a cache with cursors: fresh_cache(batch, length)"
             )
+
+
+def check_one_sequence(options: Mapping[str, Any]) -> None:
+    if options.get("reset_bs") is not None or options.get("cu_seqlens") is not None:
+        raise ValueError("class tokens and latents know one sequence per row: give each sequence a row of its own")
+
+
+def batch_with_cursors(cache: Any) -> int:
+    """The number of rows of a cache that has to have cursors."""
+    if not isinstance(cache, ClassCache):
+        raise ValueError("prime needs a cache with cursors; fresh_cache(batch, length) makes one")
+    while not isinstance(cache, Tensor):
+        cache = cache[0]
+    return len(cache)
 
 
 def output_places(markers: Sequence[Marker], full_len: int | None) -> list[tuple[int, int]]:
@@ -158,11 +172,17 @@ class Splice(NamedTuple):
 
 
 def plan_levels(
-    levels: Sequence[tuple[int, ClassTokens]], cursors: Sequence[Cursor], q: int, prime: bool
-) -> tuple[dict[int, list[Splice]], tuple[Cursor, ...]]:
-    """What each level inserts, by the number that comes with it, when `q` tokens reach the first; and the cursors."""
+    levels: Sequence[tuple[int, ClassTokens]], cache: Any, q: int, prime: bool
+) -> tuple[Any, dict[int, list[Splice]], tuple[Cursor, ...] | None]:
+    """The cache inside `cache`; what each level inserts, by the number that comes with it, when `q` tokens reach the
+    first; and the cursors then. Where the cache has none, the tokens are the whole sequence."""
+    has_cursors = isinstance(cache, ClassCache)
+    inner, cursors = cache if has_cursors else (cache, fresh_cursors(levels, q))
     if len(cursors) != len(levels):
-        raise ValueError(f"the cache has {len(cursors)} cursors, but there are {len(levels)} levels of class latents")
+        raise ValueError(
+            f"the cache has {len(cursors)} cursors, expected one for each of {len(levels)} levels of class latents; "
+            "fresh_cache makes them"
+        )
     splices: dict[int, list[Splice]] = {}
     after = []
     for (number, level), cursor in zip(levels, cursors, strict=True):
@@ -170,4 +190,4 @@ def plan_levels(
         splices.setdefault(number, []).append(Splice(level.weight, tuple(places)))
         after.append(cursor)
         q = len(places)
-    return splices, tuple(after)
+    return inner, splices, tuple(after) if has_cursors else None

@@ -1,11 +1,12 @@
-"""The way of tokens through the layers of a stack: residuals, streams, rows, the gradient horizon, checkpoints."""
+"""What wraps a stack: class latents, several residual streams, a gradient horizon, layers that are checkpointed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mambakit.blocks.caches import detach
@@ -14,10 +15,8 @@ from mambakit.models.class_tokens import Splice, splice, splice_flags
 if TYPE_CHECKING:
     from mambakit.models.stack import Stack
 
-StackCache = tuple[Any, ...]
-"""One block cache per virtual layer; inside a `ClassCache` where class latents have cursors."""
-Call = Callable[[Any, Tensor, Any, Tensor | None], tuple[Tensor, Any]]
-"""`call(layer, x, cache, mask) -> (delta, cache)`."""
+Call = Callable[..., tuple[Tensor, Any]]
+"""`call(x, cache, mask_bs=mask) -> (delta, cache)`."""
 
 
 class Flow(NamedTuple):
@@ -51,17 +50,17 @@ class Flow(NamedTuple):
 def run(
     stack: "Stack",
     flow: Flow,
-    cache: StackCache | None,
-    call: Call,
-    splices: dict[int, list[Splice]] | None = None,
-) -> tuple[Flow, StackCache]:
-    """All layers, each by `call(layer, x, cache, mask)`: the one place for residuals, rows and the horizon."""
+    slots: Sequence[Any],
+    calls: Sequence[Call],
+    splices: Mapping[int, Sequence[Splice]] | None = None,
+) -> tuple[Flow, tuple[Any, ...]]:
+    """All layers, by the `calls` of their weights, with the rows that `splices` puts before them."""
     flow = flow._replace(streams=stack.residual.seed(flow.x))
     inserted, cut = splices or {}, cut_of(stack)
     if cut:
         flow = flow._replace(carry=flow.x - flow.x.detach())
     after = []
-    for q, (real, entering) in enumerate(zip(stack.order, check_slots(len(stack.order), cache), strict=True)):
+    for q, (real, entering) in enumerate(zip(stack.order, slots, strict=True)):
         if cut and q == cut:
             flow = flow.take_up_carry()
         for piece in inserted.get(q, ()):
@@ -70,7 +69,7 @@ def run(
             if splices is not None and entering is not None and flow.x.shape[1] == 0:
                 delta, leaving = flow.x, entering  # no token or row yet: untouched to the last digit
             else:
-                delta, leaving = call(stack.layers[real], flow.x, entering, flow.mask_bs)
+                delta, leaving = calls[real](flow.x, entering, mask_bs=flow.mask_bs)
             x, streams = stack.residual.join(q, flow.x, flow.streams, delta)
         flow = flow._replace(x=x, streams=streams)
         after.append(detach(leaving) if q < cut else leaving)
@@ -86,30 +85,15 @@ def cut_of(stack: "Stack") -> int:
     return max(0, len(stack.order) - stack.grad_horizon)
 
 
-def caller(checkpointed: bool, options: dict[str, Any]) -> Call:
-    """How a layer is called in `forward`."""
-
-    def call(layer: nn.Module, x_bsd: Tensor, cache: Any, mask_bs: Tensor | None) -> tuple[Tensor, Any]:
-        if checkpointed and torch.is_grad_enabled():
-            # Nothing in a layer is random.
-            keep = {"use_reentrant": False, "preserve_rng_state": False}
-            return cast(Any, checkpoint(layer, x_bsd, cache, mask_bs=mask_bs, **keep, **options))
-        return layer(x_bsd, cache, mask_bs=mask_bs, **options)
-
-    return call
+def calls(stack: Any, options: Mapping[str, Any]) -> list[Call]:
+    """How each set of weights is called; where layers are checkpointed, once more in the backward pass."""
+    layers = [partial(layer, **options) for layer in stack.layers]
+    if not (stack.checkpoint_layers and torch.is_grad_enabled()):
+        return layers
+    # Nothing in a layer is random.
+    return [partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False) for layer in layers]
 
 
-def check_slots(n: int, cache: StackCache | None) -> StackCache:
-    """A cache for each of `n` virtual layers."""
-    if cache is None:
-        return (None,) * n
-    if hasattr(cache, "_fields"):
-        raise ValueError(f"a stack's cache is a tuple of its layers' caches, got a {type(cache).__name__}")
-    if len(cache) != n:
-        raise ValueError(f"the cache is of {len(cache)} layers, but this stack has {n}")
-    return cache
-
-
-def without_absent(x_bsd: Tensor, mask_bs: Tensor | None) -> Tensor:
-    """Zero where there is no token."""
-    return x_bsd if mask_bs is None else x_bsd.masked_fill(~mask_bs.bool()[..., None], 0)
+def at_infinity(layer: Any, x_bd: Tensor, cache: None, mask_bs: None) -> tuple[Tensor, None]:
+    """`step_infinite` as a call."""
+    return layer.step_infinite(x_bd), None

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from mambakit.blocks.block import Options
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
@@ -79,26 +81,27 @@ class Layer(nn.Module):
         made = {"device": device, "dtype": dtype}
         self.norm = make_norm(block.d_model, rms_norm, norm_eps, **made)
         self.mixer = FAMILIES[family_of(block)][1](block, **made)  # type: ignore[call-arg]
-        if d_intermediate:
+        self.has_mlp = d_intermediate > 0
+        if self.has_mlp:
             self.norm2 = make_norm(block.d_model, rms_norm, norm_eps, **made)
             self.mlp = GatedMLP(block.d_model, d_intermediate, **made)
 
-    def forward(self, x_bsd: Tensor, cache: Any = None, **options: Any) -> tuple[Tensor, Any]:
+    def forward(self, x_bsd: Tensor, cache: Any = None, **options: Unpack[Options]) -> tuple[Tensor, Any]:
         """The layer's delta and cache; `options` (path, masks, packing) are the block's."""
         delta_bsd, cache = self.mixer(self.norm(x_bsd), cache, **options)
-        return self.with_mlp(x_bsd, delta_bsd), cache
+        return (self.with_mlp(x_bsd, delta_bsd) if self.has_mlp else delta_bsd), cache
 
     def step(self, x_bd: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        delta_bd, cache = self.mixer.step(self.norm(x_bd), cache)  # type: ignore[operator]
-        return self.with_mlp(x_bd, delta_bd), cache
+        """One token."""
+        delta_bsd, cache = self(x_bd[:, None], cache)
+        return delta_bsd[:, 0], cache
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
-        return self.with_mlp(x_bd, self.mixer.step_infinite(self.norm(x_bd)))  # type: ignore[operator]
+        delta_bd = self.mixer.step_infinite(self.norm(x_bd))  # type: ignore[operator]
+        return self.with_mlp(x_bd, delta_bd) if self.has_mlp else delta_bd
 
     def fresh_cache(self, batch: int) -> Any:
         return self.mixer.fresh_cache(batch)  # type: ignore[operator]
 
     def with_mlp(self, x: Tensor, delta: Tensor) -> Tensor:
-        if not hasattr(self, "mlp"):
-            return delta
         return delta + self.mlp(self.norm2(x + delta))
