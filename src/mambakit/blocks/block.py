@@ -8,7 +8,7 @@ needs.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ from mambakit.ops.ssd_path import SsdPath
 
 Config = TypeVar("Config", bound=BlockConfig)
 Cache = TypeVar("Cache", bound=tuple[Any, ...])
+
+
+class Options(TypedDict, total=False):
+    """What blocks, layers, stacks and models take by name in `forward`, and hand down; see `Block.forward`."""
+
+    path: SsdPath | None
+    mask_bs: Tensor | None
+    reset_bs: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 class Block(nn.Module, ABC, Generic[Config, Cache]):
@@ -216,7 +225,7 @@ def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
     return dt_bsX.masked_fill(beyond_bs[..., None], 0)
 
 
-def check_input(block: Block, x_bsd: Tensor) -> None:
+def check_input(block: Any, x_bsd: Tensor) -> None:
     if not isinstance(x_bsd, Tensor) or x_bsd.dim() != 3:
         given = tuple(x_bsd.shape) if isinstance(x_bsd, Tensor) else type(x_bsd).__name__
         raise ValueError(f"x_bsd needs 3 axes (batch, sequence, d_model = {block.d_model}), got {given}")
@@ -224,7 +233,7 @@ def check_input(block: Block, x_bsd: Tensor) -> None:
         raise ValueError(f"x_bsd is {x_bsd.shape[2]} wide, but this block's d_model is {block.d_model}")
 
 
-def check_token(block: Block, x_bd: Tensor) -> None:
+def check_token(block: Any, x_bd: Tensor) -> None:
     if not isinstance(x_bd, Tensor) or x_bd.dim() != 2:
         given = tuple(x_bd.shape) if isinstance(x_bd, Tensor) else type(x_bd).__name__
         raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")

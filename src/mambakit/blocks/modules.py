@@ -56,7 +56,10 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with one weight per channel; `group_size` as in `ops.norm`."""
+    """RMSNorm with one weight per channel; `group_size` as in `ops.norm`.
+
+    Returns the weight's dtype: a residual wider than its layer is normed wide and goes on narrow.
+    """
 
     def __init__(
         self, width: int, eps: float = 1e-5, group_size: int | None = None, device: Any = None, dtype: Any = None
@@ -70,7 +73,8 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return gated_rms_norm(x, None, self.weight, self.eps, group_size=self.group_size)
+        weight = self.weight
+        return gated_rms_norm(x, None, weight, self.eps, group_size=self.group_size).to(weight.dtype)
 
 
 class GatedRMSNorm(RMSNorm):

@@ -15,7 +15,7 @@ from mambakit.blocks.block import Block
 from mambakit.blocks.family import FAMILIES, FusedStep, family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
 from mambakit.models.language_model import Backbone, LanguageModel
-from mambakit.models.layer import GatedMLP, Layer
+from mambakit.models.layer import GatedMLP, Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
 from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import decode, few_rows
@@ -24,7 +24,7 @@ from mambakit.ops.decode import DECODE, Decoding
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
 PARTS = (LanguageModel, Backbone, Layer, GatedMLP, Residual, nn.ModuleList)
-PARTS += (nn.Embedding, nn.LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
+PARTS += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
 CALLED = ("forward", "step", "embed", "logits", "run", "with_mlp")
 MATRICES = ("in_proj", "out_proj", "x_proj", "dt_proj", "fc1", "fc2")
@@ -204,7 +204,7 @@ def why_not_module(module: nn.Module) -> str | None:
         return "has a method replaced"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "renormalises its rows"
-    if type(module) is nn.LayerNorm and not module.elementwise_affine:
+    if isinstance(module, nn.LayerNorm) and not module.elementwise_affine:
         return "has no weight"
     if type(module) is Layer and any(getattr(norm, "group_size", None) is not None for norm in module.children()):
         return "norms in groups"
