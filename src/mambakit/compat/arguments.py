@@ -1,6 +1,8 @@
-"""What the doors of the official functions have in common: dtypes that may differ, words that are not known."""
+"""What the doors of the official functions have in common: signatures, dtypes that may differ, unknown words."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -12,6 +14,28 @@ FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_laye
 """Arguments of modified copies of the package, Vision Mamba's and its relatives'."""
 
 ACTIVATIONS = (None, "silu", "swish")
+
+
+def in_the_order(names: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a function of keywords an official signature: these arguments in this order, with the defaults of `like`.
+
+    What the function itself names keeps its own default; a default that the caller leaves out is not passed on.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        known = {**signature(like).parameters, **signature(function).parameters}
+        official = Signature(
+            [known[name].replace(kind=known[name].POSITIONAL_OR_KEYWORD) for name in names.split(", ")]
+        )
+
+        @wraps(function)
+        def called(*args: Any, **options: Any) -> Any:
+            return function(**official.bind(*args, **options).arguments)
+
+        called.__signature__ = official  # type: ignore[attr-defined]
+        return called
+
+    return decorate
 
 
 def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
