@@ -1,6 +1,6 @@
 """What the doors of the official functions have in common: signatures, dtypes that may differ, unknown words."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from inspect import Signature, signature
 from typing import Any
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.checkpoints.fields import renamed
+from mambakit.checkpoints.official import BLOCK, WIDTH
 from mambakit.ops.activations import softplus
 
 FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_layer_scale", "nslices", "use_norm"}
@@ -53,6 +55,11 @@ def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
     raise TypeError(f"{owner} has no argument {names}")
 
 
+def in_our_words(family: str, official: dict[str, Any]) -> dict[str, Any]:
+    """The fields of our config of a block that official arguments give; other arguments do not describe it."""
+    return renamed(official, WIDTH | BLOCK[family])
+
+
 def check_activation(activation: str | None) -> bool:
     """Whether SiLU follows."""
     if activation not in ACTIVATIONS:
@@ -73,9 +80,3 @@ def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[f
     dt = dt if bias is None else dt + bias
     dt = softplus(dt) if is_softplus else dt
     return dt if limit is None else dt.clamp(*limit)
-
-
-def pair(low_high: Iterable[float]) -> tuple[float, float]:
-    """A range as configs from JSON have it, too: a list."""
-    low, high = low_high
-    return low, high
