@@ -63,11 +63,7 @@ class Mamba2(WithConvolution, mamba2.Mamba2):  # pyright: ignore[reportIncompati
         cu_seqlens: Tensor | None = None,
         inference_params: Any = None,
     ) -> Tensor:
-        """(b, s, d), or with `seqlen` (b s, d), to the same shape.
-
-        `seq_idx` (b, s) or `cu_seqlens` restart at every packed sequence; the latter, in a batch of one, keeps states
-        of each in `inference_params`.
-        """
+        """(b, s, d), or with `seqlen` (b s, d), to the same shape, as in `run_or_step`."""
         if seqlen is not None:
             return self(u.unflatten(0, (-1, seqlen)), None, seq_idx, cu_seqlens, inference_params).flatten(0, 1)
         return self.run_or_step(u, seq_idx, cu_seqlens, inference_params)

@@ -65,11 +65,7 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         cu_seqlens: Tensor | None = None,
         inference_params: Any = None,
     ) -> Tensor:
-        """(b, s, d) to (b, s, d).
-
-        `seq_idx` (b, s) or `cu_seqlens` restart at every packed sequence; the latter, in a batch of one, keeps states
-        of each in `inference_params`.
-        """
+        """(b, s, d) to (b, s, d), as in `run_or_step`."""
         return self.run_or_step(u, seq_idx, cu_seqlens, inference_params)
 
     def step_of(self, x_b1d: Tensor, states: tuple[Tensor, ...]) -> Tensor:
