@@ -15,10 +15,14 @@ CSRC := src/mambakit/kernels/cpu/csrc
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test check lint format bench kernels sanitize fuzz clean
+.PHONY: demo test quick check lint format bench kernels sanitize fuzz clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
+
+# A cross section for the daily loop: each claim once per family, without what takes seconds per case.
+quick: .venv/.ok kernels
+	$(PY) -m pytest -n auto --maxprocesses 8 --quick
 
 demo: .venv/.ok
 	$(PY) -m mambakit.cli.main demo --out build/demo

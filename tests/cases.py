@@ -1,5 +1,7 @@
 """What every scan is tested on: the parametrised list of algorithms, and random inputs by shape."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,10 @@ ALGORITHMS = {
 # The fused kernels compute in float32; everything else is held to float64.
 IN_FLOAT32 = ("cpu",)
 TWICE_DIFFERENTIABLE = ("minimal", "serial")
+
+
+def path_of(algorithm: str, chunk_len: int | None) -> SsdPath:
+    return replace(ALGORITHMS[algorithm], chunk_len=chunk_len)
 
 
 def dtype_of(algorithm: str) -> torch.dtype:

@@ -1,5 +1,6 @@
 """How two results are compared, in one place: per tensor, by name, relative to the largest reference element."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 
 # Relative to max(1, largest reference element).
 VALUE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -51,6 +52,28 @@ def gradients(outputs: dict[str, Tensor], heads: dict[str, Tensor], inputs: dict
 def leaves(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Fresh leaves with the same values, each with its own graph."""
     return {name: t.detach().to(dtype or t.dtype).clone().requires_grad_() for name, t in tensors.items()}
+
+
+def with_gradients(module: Any, run: Callable[[Any, Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
+    """The output `y` of `run(module, x)` and the gradients of `x` and the parameters, from a fixed head."""
+    x = x.detach().clone().requires_grad_()
+    y = run(module, x)
+    head = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
+    found = gradients({"y": y}, {"y": head}, {"x": x, **dict(module.named_parameters())})
+    return {"y": y} | {f"d {name}": grad for name, grad in found.items()}
+
+
+def check_only_inputs_are_kept(function: Callable[..., Any], *inputs: Tensor) -> None:
+    """The backward of `function(*inputs)` holds on to no tensor but these."""
+    kept = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        function(*inputs)
+    assert kept <= {tensor.untyped_storage().data_ptr() for tensor in inputs}
 
 
 def load_golden(case: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,8 +1,14 @@
 """One thread and deterministic algorithms for every test; golden vectors and the tolerance table."""
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
+
+# Before torch is imported, and for the processes that tests start. Tests with more threads share their cores with other
+# tests: a thread that waits has to sleep.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 import pytest
 import torch
@@ -16,7 +22,23 @@ torch.use_deterministic_algorithms(True)  # also fills `empty` with NaN, so an u
 settings.register_profile("mambakit", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile("mambakit")
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+CASES = json.loads((Path(__file__).parent / "golden" / "manifest.json").read_text("utf-8"))["cases"]
+
+# Tests that take seconds per case: `--quick` leaves them out.
+SLOW = {
+    "test_class_tokens.py::test_compiled",
+    "test_compat.py::test_running_a_script",
+    "test_compile.py::test_compile",
+    "test_docs.py::test_example",
+    "test_export.py::test_onnx",
+    "test_export.py::test_step_package",
+    "test_export.py::test_torch_export",
+    "test_kernels.py::test_missing_kernels_say_why",
+    "test_training.py::test_narrow_dtypes_learn_like_float32",
+    "test_trainer_runs.py::",
+    "::test_every_instruction_set",
+    "::test_other_instruction_sets",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +54,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("golden")
     if marker is None:
         return
-    manifest = GOLDEN / "manifest.json"
-    if not manifest.is_file():
-        skip = pytest.mark.skip(reason="the golden vectors are not beside this checkout")
-        metafunc.parametrize("case", [pytest.param(None, marks=skip)])
-        return
-    cases = [c for c in json.loads(manifest.read_text())["cases"] if c["family"] in marker.args]
+    cases = [c for c in CASES if c["family"] in marker.args]
     if "where" in marker.kwargs:
         cases = [c for c in cases if marker.kwargs["where"](c)]
     assert cases, f"no golden case of {marker.args}"
     metafunc.parametrize("case", cases, ids=[f"{c['family']}-{c['id']}" for c in cases])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="a cross section: one case of each test and family")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--quick`, the first case of every test, or of each family if its cases name some."""
+    if not config.getoption("--quick"):
+        return
+    chosen: dict[tuple[str, ...], pytest.Item] = {}
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        if not any(slow in test for slow in SLOW):
+            chosen.setdefault((test, *re.findall(r"mamba\d", case)), item)
+    quick = set(chosen.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+    items[:] = [item for item in items if item in quick]
 
 
 def pytest_configure(config: pytest.Config) -> None:

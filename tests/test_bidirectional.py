@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blocks import CONFIGS
-from compare import check
+from compare import check, with_gradients
 from mambakit import caches
 from mambakit.models.bidirectional import BidirectionalConfig, BidirectionalStack
 from mambakit.models.multi_gate import MultiGateConfig
@@ -47,17 +47,6 @@ def tokens(stack: BidirectionalStack, batch: int, length: int) -> Tensor:
     return torch.randn(batch, length, stack.d_model, generator=make, dtype=torch.float64)
 
 
-def results(stack: BidirectionalStack, run, x: Tensor) -> dict[str, Tensor]:
-    """The outputs of `run(stack, x) -> y` and the gradients of tokens and parameters."""
-    x = x.detach().clone().requires_grad_()
-    y = run(stack, x)
-    head = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
-    inputs = {"x": x, **dict(stack.named_parameters())}
-    grads = torch.autograd.grad((y * head).sum(), list(inputs.values()), allow_unused=True)
-    named = zip(inputs.items(), grads, strict=True)
-    return {"y": y} | {f"d {n}": torch.zeros_like(t) if g is None else g for (n, t), g in named}
-
-
 def pairs_of(stack: BidirectionalStack) -> list:
     def layer(real):
         return lambda x_sd: stack.layers[real](x_sd[None])[0][0]
@@ -90,10 +79,10 @@ def test_both_directions_by_hand(name):
         return composition.gated_stack(deltas, gates, x[0], 2)[None]
 
     x = tokens(stack, 1, 6)
-    want = results(stack, by_hand, x)
-    check(1e-10, results(stack, lambda stack, x: stack(x)[0], x), want)
+    want = with_gradients(stack, by_hand, x)
+    check(1e-10, with_gradients(stack, lambda stack, x: stack(x)[0], x), want)
     stack.checkpoint_layers = True
-    check(1e-10, results(stack, lambda stack, x: stack(x)[0], x), want)
+    check(1e-10, with_gradients(stack, lambda stack, x: stack(x)[0], x), want)
 
 
 def test_a_merge_and_a_gate_per_pair():
@@ -173,7 +162,7 @@ def test_masked_tokens_are_as_if_deleted(name, pattern):
             rows.append(torch.zeros(7, x.shape[2], dtype=x.dtype).scatter(0, places, y[0]))
         return torch.stack(rows)
 
-    check(1e-10, results(stack, together, x), results(stack, alone, x))
+    check(1e-10, with_gradients(stack, together, x), with_gradients(stack, alone, x))
 
 
 @every
@@ -190,10 +179,10 @@ def test_sequences_in_one_row_stay_apart(name, mask):
         cut = pairwise(bounds)
         return torch.cat([stack(x[:, i:j], mask_bs=None if mask_bs is None else mask_bs[:, i:j])[0] for i, j in cut], 1)
 
-    want = results(stack, alone, x)
-    check(1e-10, results(stack, lambda stack, x: stack(x, mask_bs=mask_bs, reset_bs=resets)[0], x), want)
+    want = with_gradients(stack, alone, x)
+    check(1e-10, with_gradients(stack, lambda stack, x: stack(x, mask_bs=mask_bs, reset_bs=resets)[0], x), want)
     packed = torch.tensor(bounds)
-    check(1e-10, results(stack, lambda stack, x: stack(x, mask_bs=mask_bs, cu_seqlens=packed)[0], x), want)
+    check(1e-10, with_gradients(stack, lambda stack, x: stack(x, mask_bs=mask_bs, cu_seqlens=packed)[0], x), want)
 
 
 @every

@@ -10,6 +10,7 @@ from torch import Tensor
 import mambakit as mk
 from compare import check, gradients, leaves
 from mambakit import caches
+from mambakit.tools.measure import peak_bytes
 from mambakit.training.segments import run_in_segments, segments
 
 BLOCKS = {
@@ -141,19 +142,6 @@ def test_what_cannot_be_cut_says_so(run):
         run(block, x, segment_len=2, cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match=r"mask_bs has shape \(1, 5\), expected \(1, 6\)"):
         run(block, x, segment_len=2, mask_bs=torch.ones(1, 5, dtype=torch.bool))
-
-
-def peak_bytes(task: Callable[[], Any]) -> int:
-    """The most memory `task` held at once beyond what was there before, by torch's own allocations."""
-    task()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        task()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()  # type: ignore[attr-defined]  # missing in torch's stubs
-        peak = max(peak, live)
-    return peak
 
 
 SEGMENT = 64

@@ -81,6 +81,15 @@ def edit_weights(directory: Path, change) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
+def named_at_once(directory: Path, about: str, *parts: str) -> str:
+    """Loading fails with one message that says what it is about and each of the parts; returns it."""
+    with pytest.raises(ValueError, match=about) as caught:
+        load_model(directory)
+    message = str(caught.value)
+    assert not [part for part in parts if part not in message], message
+    return message
+
+
 @pytest.fixture
 def saved(tmp_path) -> Path:
     """A checkpoint in our format, untied, to be damaged."""
@@ -418,10 +427,9 @@ class TestMalformedConfigs:
     def test_every_wrong_field_is_named_at_once(self, official):
         ssm = {"layer": "Mamba2", "state_rank": 8, "d_staet": 8, "headdim": "8", "chunk_size": 64, "dt_limit": [1]}
         edit_config(official, ssm_cfg=ssm, n_layers=2, n_layer=2.5, attn_layer_idx=[0], tie_embeddings=0)
-        with pytest.raises(ValueError, match=r"config\.json, read in the format 'official'") as caught:
-            load_model(official)
-        message = str(caught.value)
-        for part in (
+        message = named_at_once(
+            official,
+            r"config\.json, read in the format 'official'",
             "unknown field n_layers",
             "unknown field ssm_cfg.d_staet",
             "unknown field ssm_cfg.state_rank",
@@ -430,8 +438,7 @@ class TestMalformedConfigs:
             "n_layer = 2.5 is not an integer",
             "tie_embeddings = 0 is not true or false",
             "attn_layer_idx = [0]: layers of attention",
-        ):
-            assert part in message
+        )
         assert "chunk_size" not in message
 
     def test_values_that_no_model_has(self, official):
@@ -472,18 +479,16 @@ class TestMalformedWeights:
             tensors["backbone.layers.0.mixer.dt_bias"] = torch.ones(5)
 
         edit_weights(saved, change)
-        with pytest.raises(ValueError, match=r"the weights in .* do not fit its config\.json") as caught:
-            load_model(saved)
-        message = str(caught.value)
-        for part in (
+        named_at_once(
+            saved,
+            r"the weights in .* do not fit its config\.json",
             "missing backbone.layers.1.mixer.D, backbone.norm_f.weight",
             "left over more",
             "backbone.embedding.weight is [32, 16] instead of [24, 16]",
             "lm_head.weight is [32, 16] instead of [24, 16]",
             "the tensors have a vocabulary padded to a multiple of 8 = 32, the config gives 24",
             "the tensors have nheads = 5, the config gives 4",
-        ):
-            assert part in message
+        )
 
     def test_sizes_are_told_from_the_tensors(self, official):
         edit_config(official, n_layer=3, ssm_cfg={"layer": "Mamba2", "d_state": 8, "headdim": 8, "ngroups": 2})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocks import CONFIGS
-from compare import check
+from compare import check, with_gradients
 from mambakit import caches
 from mambakit.models.class_tokens import ClassCache, ClassTokens, Cursor, fresh_cursors, length_after, plan
 from mambakit.models.language_model import LanguageModel, ModelConfig
@@ -157,16 +157,6 @@ def make_model(name: str) -> LatentModel:
 
 def inputs(batch: int = 2) -> Tensor:
     return torch.randn(batch, LENGTH, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-
-
-def with_gradients(model: LatentModel, run, x: Tensor) -> dict[str, Tensor]:
-    x = x.detach().clone().requires_grad_()
-    y = run(model, x)
-    head = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
-    named = {"x": x, **dict(model.named_parameters())}
-    grads = torch.autograd.grad((y * head).sum(), list(named.values()), allow_unused=True)
-    pairs = zip(named.items(), grads, strict=True)
-    return {"y": y} | {f"d {n}": torch.zeros_like(t) if g is None else g for (n, t), g in pairs}
 
 
 def place(x: Tensor, rows: Tensor, markers: tuple) -> Tensor:

@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import inspect
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +53,48 @@ NAMES = {
     "causal_conv1d.causal_conv1d_varlen": "causal_conv1d_varlen_states causal_conv1d_varlen_states_ref",
 }
 
+# The arguments of functions that are others in short, in the official order.
+SUMMED = (
+    "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, "
+    "prenorm=False"
+)
+MASKS = "dropout_mask=None, dropout_mask1=None, upcast=False"
+NORM = "x, weight, bias, residual=None, eps=1e-06, prenorm=False"
+GATED = "x, weight, bias, z=None, eps=1e-06, group_size=None, norm_before_gate=True"
+SCAN = "D=None, z=None, dt_bias=None, dt_softplus=False"
+TRITON = "mamba_ssm.ops.triton"
+CONV = "causal_conv1d.causal_conv1d_interface"
+SIGNATURES = {
+    f"{TRITON}.layer_norm.layer_norm_ref": f"{SUMMED}, {MASKS}, is_rms_norm=False",
+    f"{TRITON}.layer_norm.rms_norm_fn": f"{SUMMED}, residual_in_fp32=False, return_dropout_mask=False",
+    f"{TRITON}.layer_norm.rms_norm_ref": f"{SUMMED}, {MASKS}",
+    f"{TRITON}.layernorm.layer_norm_fn": f"{NORM}, residual_in_fp32=False, is_rms_norm=False",
+    f"{TRITON}.layernorm.layer_norm_ref": f"{NORM}, upcast=False",
+    f"{TRITON}.layernorm.rms_norm_fn": (
+        "x, weight, bias, residual=None, prenorm=False, residual_in_fp32=False, eps=1e-06"
+    ),
+    f"{TRITON}.layernorm.rms_norm_ref": f"{NORM}, upcast=False",
+    f"{TRITON}.layernorm_gated.rms_norm_ref": f"{GATED}, upcast=True",
+    f"{TRITON}.layernorm_gated.rmsnorm_fn": GATED,
+    f"{TRITON}.selective_state_update.selective_state_update_ref": f"state, x, dt, A, B, C, {SCAN}",
+    f"{TRITON}.ssd_combined.mamba_chunk_scan": f"x, dt, A, B, C, chunk_size, {SCAN}",
+    f"{TRITON}.ssd_combined.mamba_split_conv1d_scan_ref": (
+        "zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, dt_limit=(0.0, inf), activation='silu', "
+        "rmsnorm_weight=None, rmsnorm_eps=1e-06, outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, "
+        "norm_before_gate=True"
+    ),
+    f"{MAMBA3}.mamba3_mimo_rotary_step.apply_rotary_qk_inference_reference": (
+        "q, k, angle_state, angle_proj, dt, bias_q=None, bias_k=None, conjugate=False, rotate_pairwise=True"
+    ),
+    f"{MAMBA3}.mamba3_siso_step.mamba3_siso_step": (
+        "Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D=None, Z=None, Input_States=None"
+    ),
+    f"{CONV}.causal_conv1d_ref": (
+        "x, weight, bias=None, initial_states=None, return_final_states=False, final_states_out=None, activation=None"
+    ),
+    f"{CONV}.causal_conv1d_update_ref": "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None",
+}
+
 
 @pytest.fixture(autouse=True)
 def installed():
@@ -69,6 +113,18 @@ def official(module: str, name: str):
 def test_names(module):
     for name in NAMES[module].split():
         assert official(module, name) is not None
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signatures(path):
+    function = official(*path.rsplit(".", 1))
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+    assert ", ".join(map(str, parameters)) == SIGNATURES[path]
+    assert pickle.loads(pickle.dumps(function)) is function
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'unheard_of'"):
+        function(*parameters, unheard_of=1)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        function(*parameters, 1)
 
 
 def test_a_module_has_two_names_and_one_self():

@@ -19,46 +19,25 @@ HYBRID = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def causal(name: str, **options):
+    """Makes a model of this family of transformers."""
+    config = getattr(transformers, f"{name}Config")
+    return lambda: getattr(transformers, f"{name}ForCausalLM")(config(**options))
+
+
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
+BAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+ZAMBA_HEADS = {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 16}
+ZAMBA_LAYERS = {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1}
 MODELS = {
-    "mamba": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=5)),
-    "falcon_mamba": lambda: transformers.FalconMambaForCausalLM(transformers.FalconMambaConfig(**SIZES, state_size=5)),
-    "mamba2": lambda: transformers.Mamba2ForCausalLM(
-        transformers.Mamba2Config(**SIZES, num_heads=8, head_dim=8, state_size=16, n_groups=2, chunk_size=16)
-    ),
-    "jamba": lambda: transformers.JambaForCausalLM(
-        transformers.JambaConfig(
-            **HYBRID,
-            mamba_d_state=5,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            num_experts=2,
-            num_experts_per_tok=1,
-            use_mamba_kernels=False,
-        )
-    ),
-    "bamba": lambda: transformers.BambaForCausalLM(
-        transformers.BambaConfig(
-            **HYBRID,
-            mamba_n_heads=8,
-            mamba_d_head=8,
-            mamba_d_state=16,
-            mamba_n_groups=1,
-            mamba_chunk_size=16,
-            attn_layer_indices=[1],
-        )
-    ),
-    "zamba2": lambda: transformers.Zamba2ForCausalLM(
-        transformers.Zamba2Config(
-            **HYBRID,
-            mamba_d_state=16,
-            mamba_headdim=8,
-            n_mamba_heads=8,
-            mamba_ngroups=2,
-            chunk_size=16,
-            layers_block_type=["mamba", "hybrid", "mamba"],
-            num_mem_blocks=1,
-        )
-    ),
+    "mamba": causal("Mamba", **SIZES, state_size=5),
+    "falcon_mamba": causal("FalconMamba", **SIZES, state_size=5),
+    "mamba2": causal("Mamba2", **SIZES, num_heads=8, head_dim=8, state_size=16, n_groups=2, chunk_size=16),
+    "jamba": causal("Jamba", **HYBRID, **EXPERTS, mamba_d_state=5, use_mamba_kernels=False),
+    "bamba": causal("Bamba", **HYBRID, **BAMBA_HEADS, mamba_d_state=16, attn_layer_indices=[1]),
+    "zamba2": causal("Zamba2", **HYBRID, **ZAMBA_HEADS, **ZAMBA_LAYERS, mamba_d_state=16),
 }
 
 

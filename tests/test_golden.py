@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import ALGORITHMS, dtype_of
+from cases import ALGORITHMS, dtype_of, path_of
 from compare import error, load_golden
 from mambakit import SsdPath, ssd, trapezoid
 from mambakit.ops.norm import rms_norm
@@ -95,8 +95,7 @@ def continued(config: dict, whole: Callable[[dict, dict | None], dict], tokens: 
 @algorithms
 @pytest.mark.golden("ssd_minimal")
 def test_ssd_minimal(case, algorithm):
-    config = case["config"]
-    path = SsdPath(ALGORITHMS[algorithm].algorithm, config["block_len"], ALGORITHMS[algorithm].backend)
+    config, path = case["config"], path_of(algorithm, case["config"]["block_len"])
 
     def whole(x, states):
         one = torch.ones_like(x["in.A"])
@@ -121,8 +120,7 @@ def step_size(dt: Tensor, x: dict, config: dict) -> Tensor:
 @algorithms
 @pytest.mark.golden("ssd_combined")
 def test_ssd_combined(case, algorithm):
-    config = case["config"]
-    path = SsdPath(ALGORITHMS[algorithm].algorithm, config["chunk_size"], ALGORITHMS[algorithm].backend)
+    config, path = case["config"], path_of(algorithm, case["config"]["chunk_size"])
 
     def whole(x, states):
         dt = step_size(x["in.dt"], x, config)

@@ -11,10 +11,11 @@ from cases import (
     core_inputs,
     dtype_of,
     gradient_tolerance,
+    path_of,
     random_segments,
 )
 from compare import GRADIENT, check, gradients, leaves
-from mambakit import SsdPath, ssd
+from mambakit import ssd
 from mambakit.ops.ssd import SSD
 from mambakit.ops.ssd_recalculated import recalculated, recalculated_backward
 from oracles.ssd import core
@@ -24,10 +25,6 @@ from test_agreement import SHAPES, algorithms
 def grads_of(function, inputs, heads, **kwargs):
     y, state = function(**inputs, **kwargs)
     return gradients({"y": y, "state": state}, heads, inputs)
-
-
-def path_of(algorithm: str, chunk_len: int | None) -> SsdPath:
-    return SsdPath(ALGORITHMS[algorithm].algorithm, chunk_len, ALGORITHMS[algorithm].backend)
 
 
 @algorithms

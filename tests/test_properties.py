@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import ALGORITHMS, core_inputs, dtype_of, value_tolerance
+from cases import ALGORITHMS, core_inputs, dtype_of, path_of, value_tolerance
 from compare import check
 from mambakit import SsdPath, ssd
 from test_agreement import algorithms
@@ -29,10 +29,6 @@ def problems(draw, longest: int = 20):
 
 
 chunk_lens = st.integers(1, 24)
-
-
-def path_of(algorithm, chunk_len):
-    return SsdPath(ALGORITHMS[algorithm].algorithm, chunk_len, ALGORITHMS[algorithm].backend)
 
 
 def in_dtype_of(algorithm, inputs):

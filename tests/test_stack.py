@@ -25,6 +25,7 @@ from mambakit.models.multi_gate import MultiGateConfig
 from mambakit.models.schedules import Custom, Cyclic, Stretched
 from mambakit.models.stack import Stack, StackConfig
 from oracles import composition
+from test_parity import forward, steps
 
 GATE = MultiGateConfig(n_streams=2, init_bias=-0.5, init_bias_step=0.3)
 STACKS: dict[str, tuple[StackConfig, int | None]] = {
@@ -111,18 +112,6 @@ def results(stack, run, x: Tensor, cache: Any = None) -> dict[str, Tensor]:
     grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)  # type: ignore[arg-type]
     named = zip(inputs.items(), grads, strict=True)
     return out | {f"d {name}": torch.zeros_like(t) if grad is None else grad for (name, t), grad in named}
-
-
-def forward(stack, x, cache):
-    return stack(x, cache)
-
-
-def steps(stack, x, cache):
-    outputs = []
-    for t in range(x.shape[1]):
-        y, cache = stack.step(x[:, t], cache)
-        outputs.append(y)
-    return torch.stack(outputs, 1), cache
 
 
 def pieces(*cuts):

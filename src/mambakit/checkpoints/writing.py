@@ -39,7 +39,7 @@ def replacing(directory: Path, is_checkpoint: Callable[[Path], bool]) -> Iterato
         yield fresh
         if directory.exists():
             _keep_others(directory, fresh)
-        _sync(fresh)
+        sync(fresh)
         _swap(fresh, directory)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -48,7 +48,7 @@ def replacing(directory: Path, is_checkpoint: Callable[[Path], bool]) -> Iterato
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    _sync(path)
+    sync(path)
 
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], name: str, max_bytes: int | None) -> None:
@@ -85,7 +85,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         save_file(plain, path, metadata={"format": "pt"})
     else:
         torch.save(plain, path)
-    _sync(path)
+    sync(path)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _swap(fresh: Path, directory: Path) -> None:
             os.rename(old, directory)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    _sync(directory.parent)
+    sync(directory.parent)
 
 
 def _keep_others(old: Path, fresh: Path) -> None:
@@ -125,7 +125,8 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file's contents, or a directory's names, are on the disk when it returns."""
     if path.is_dir() and os.name == "nt":
         return  # directories cannot be opened there
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

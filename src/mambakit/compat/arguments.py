@@ -1,17 +1,43 @@
-"""What the doors of the official functions have in common: dtypes that may differ, words that are not known."""
+"""What the doors of the official functions have in common: signatures, dtypes that may differ, unknown words."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import wraps
+from inspect import Signature, signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mambakit.checkpoints.fields import renamed
+from mambakit.checkpoints.official import BLOCK, WIDTH
 from mambakit.ops.activations import softplus
 
 FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_layer_scale", "nslices", "use_norm"}
 """Arguments of modified copies of the package, Vision Mamba's and its relatives'."""
 
 ACTIVATIONS = (None, "silu", "swish")
+
+
+def in_the_order(names: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a function of keywords an official signature: these arguments in this order, with the defaults of `like`.
+
+    What the function itself names keeps its own default; a default that the caller leaves out is not passed on.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        known = {**signature(like).parameters, **signature(function).parameters}
+        official = Signature(
+            [known[name].replace(kind=known[name].POSITIONAL_OR_KEYWORD) for name in names.split(", ")]
+        )
+
+        @wraps(function)
+        def called(*args: Any, **options: Any) -> Any:
+            return function(**official.bind(*args, **options).arguments)
+
+        called.__signature__ = official  # type: ignore[attr-defined]
+        return called
+
+    return decorate
 
 
 def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
@@ -27,6 +53,11 @@ def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
             "sequence, as examples/gallery/bidirectional.py does"
         )
     raise TypeError(f"{owner} has no argument {names}")
+
+
+def in_our_words(family: str, official: dict[str, Any]) -> dict[str, Any]:
+    """The fields of our config of a block that official arguments give; other arguments do not describe it."""
+    return renamed(official, WIDTH | BLOCK[family])
 
 
 def check_activation(activation: str | None) -> bool:
@@ -49,9 +80,3 @@ def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[f
     dt = dt if bias is None else dt + bias
     dt = softplus(dt) if is_softplus else dt
     return dt if limit is None else dt.clamp(*limit)
-
-
-def pair(low_high: Iterable[float]) -> tuple[float, float]:
-    """A range as configs from JSON have it, too: a list."""
-    low, high = low_high
-    return low, high

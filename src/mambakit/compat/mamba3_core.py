@@ -55,33 +55,17 @@ def expand(x_XXhp: Tensor, weight_hmp: Tensor | None) -> Tensor:
     return copies if weight_hmp is None else (copies * weight_hmp.transpose(0, 1)).to(x_XXhp.dtype)
 
 
-def scan(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    ADT: Tensor,
-    DT: Tensor,
-    Trap: Tensor,
-    Q_bias: Tensor,
-    K_bias: Tensor,
-    MIMO_V: Tensor | None,
-    Angles: Tensor,
-    D: Tensor | None,
-    states: Any,
-    cu_seqlens: Tensor | None,
-    pairing: str,
-) -> tuple[Tensor, States]:
+def scan(inputs: tuple[Any, ...], states: Any, cu_seqlens: Tensor | None, pairing: str) -> tuple[Tensor, States]:
     """Bias, rotate, scan, skip: `y_bsmhp` and the states after each row or packed sequence.
 
-    `Q`, `K` are (b, s, m, g, r), `V` (b, s, h, p), `ADT`, `DT`, `Trap` (b, h, s), biases (h, m, r), `MIMO_V` (h, m, p),
-    `Angles` (b, s, h, a), `D` (h).
+    `inputs` are, in this order, `Q`, `K` (b, s, m, g, r), `V` (b, s, h, p), `ADT`, `DT`, `Trap` (b, h, s), `Q_bias`,
+    `K_bias` (h, m, r), `MIMO_V` (h, m, p), `Angles` (b, s, h, a) and `D` (h).
     """
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, MIMO_V, Angles, D = inputs
     size = bind(V_bshp=V, Q_bsmgr=Q, K_bsmgr=K, ADT_bhs=ADT, DT_bhs=DT, Trap_bhs=Trap, Angles_bsha=Angles, D_h=D)
     bind(V_bshp=V, Q_bsmgr=Q, Q_bias_hmr=Q_bias, K_bias_hmr=K_bias, MIMO_V_hmp=MIMO_V)
     dtype = V.dtype
-    Q, K, V, ADT, DT, Trap, Angles, Q_bias, K_bias, MIMO_V, D = in_one_precision(
-        Q, K, V, ADT, DT, Trap, Angles, Q_bias, K_bias, MIMO_V, D
-    )
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, MIMO_V, Angles, D = in_one_precision(*inputs)
     sequence = (Q, K, V, ADT.mT, DT.mT, Trap.mT, Angles)
     layout = None
     if cu_seqlens is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mambakit.blocks.modules import CausalConv1d
+from mambakit.compat.packing import from_rows, packed, segments_of, to_rows
 from mambakit.ops.causal_conv import correlate
 
 
@@ -17,6 +18,7 @@ class Stateful:
     layer_idx: int | None = None
     # Plain attributes, as officially: subclasses assign them.
     d_model: Any = None
+    fresh_cache: Any
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Any = None) -> tuple[Tensor, ...]:
         raise NotImplementedError
@@ -39,6 +41,74 @@ class Stateful:
                 "use new InferenceParams"
             )
         return states
+
+    def run_or_step(
+        self,
+        x_bsd: Tensor,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inference_params: Any = None,
+    ) -> Tensor:
+        """A prompt from fresh states, which go into `inference_params`; after it, one token from the states there.
+
+        `seq_idx` (b, s) or `cu_seqlens` restart at every packed sequence; the latter, in a batch of one, keeps states
+        of each.
+        """
+        rows = len(x_bsd) if cu_seqlens is None else len(cu_seqlens) - 1
+        states = None if inference_params is None else self._get_states_from_cache(inference_params, rows)
+        is_decoding = inference_params is not None and inference_params.seqlen_offset > 0
+        if states is not None and is_decoding:
+            if seq_idx is not None or cu_seqlens is not None:
+                raise ValueError("a decoding step takes one token per sequence: seq_idx and cu_seqlens are for prompts")
+            return self.step_of(one_token(x_bsd), states)
+        fresh = self.fresh_cache(rows)
+        if cu_seqlens is not None:
+            layout = packed(x_bsd, cu_seqlens, seq_idx)
+            out, cache = self.continue_from(to_rows(layout, x_bsd), fresh, None, layout.lengths_r)
+            out = from_rows(layout, out, x_bsd.shape[1])
+        else:
+            out, cache = self.continue_from(x_bsd, fresh, segments_of(seq_idx, *x_bsd.shape[:2]))
+        if states is not None:
+            write(states, self.states_of(cache))
+        return out
+
+    def step_of(self: Any, x_b1d: Tensor, states: tuple[Tensor, ...]) -> Tensor:
+        return self.step(x_b1d, *states)[0]
+
+    def states_of(self, cache: Any) -> Sequence[Tensor]:
+        """The official states that a cache of ours stands for."""
+        return cache
+
+    def continue_from(
+        self: Any, x_bsd: Tensor, cache: Any, segments_bs: Tensor | None = None, lengths_b: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        return self.run(x_bsd, cache, None, segments_bs, lengths_b)
+
+
+class WithConvolution(Stateful):
+    """A block with a convolution, whose states are its window and that of the scan."""
+
+    cache_of: Any
+    """Makes a cache of ours of the two states."""
+
+    def continue_from(
+        self: Any, x_bsd: Tensor, cache: Any, segments_bs: Tensor | None = None, lengths_b: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        return type(self).run(WithWindow(self), x_bsd, cache, None, segments_bs, lengths_b)
+
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One token (b, 1, d); the states are updated in place and returned."""
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        out, cache = self.continue_from(one_token(hidden_states), self.cache_of(conv_state, ssm_state.to(wide)))
+        write((conv_state, ssm_state), cache)
+        return out, conv_state, ssm_state
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: Any = None, **unused: Any
+    ) -> tuple[Tensor, ...]:
+        """Zero states: convolution (b, v, k) and ssm (b, .., r), the latter at least float32 unless `dtype` says."""
+        states = tuple(self.fresh_cache(batch_size))
+        return states if dtype is None else tuple(state.to(dtype) for state in states)
 
 
 def write(states: Sequence[Tensor], values: Sequence[Tensor]) -> None:

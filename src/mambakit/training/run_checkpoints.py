@@ -15,6 +15,7 @@ from uuid import uuid4
 import torch
 
 from mambakit.blocks import caches
+from mambakit.checkpoints.writing import sync
 
 STATE, CARRIED, SUMS = "state.pt", "carried.safetensors", "sha256"
 NAME = re.compile(r"step-(\d{9})")
@@ -58,9 +59,9 @@ class RunCheckpoints:
             sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(fresh.iterdir())]
             (fresh / SUMS).write_text("".join(sums), encoding="ascii")
             for path in [*fresh.iterdir(), fresh]:
-                _sync(path)
+                sync(path)
             os.rename(fresh, target)
-            _sync(self.folder)
+            sync(self.folder)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
@@ -123,13 +124,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return  # directories cannot be opened there
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,10 +1,12 @@
 """The short convolution in the official layout, `b v s`, with states of the `k - 1` inputs before the next one."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import check_activation, in_one_precision
+from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order
 from mambakit.compat.packing import segments_of
 from mambakit.ops.causal_conv import causal_conv
 from mambakit.ops.shapes import bind
@@ -51,16 +53,9 @@ def causal_conv1d_fn(
     return out, final_states_out.copy_(final_states)
 
 
-def causal_conv1d_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    return causal_conv1d_fn(x, weight, bias, None, initial_states, return_final_states, final_states_out, activation)
+@in_the_order("x, weight, bias, initial_states, return_final_states, final_states_out, activation", causal_conv1d_fn)
+def causal_conv1d_ref(**given: Any) -> Tensor | tuple[Tensor, Tensor]:
+    return causal_conv1d_fn(**given)
 
 
 def causal_conv1d_update(
@@ -105,15 +100,9 @@ def causal_conv1d_update(
     return y_bvs[..., 0] if x.dim() == 2 else y_bvs.contiguous()
 
 
-def causal_conv1d_update_ref(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
-) -> Tensor:
-    return causal_conv1d_update(x, conv_state, weight, bias, activation, cache_seqlens)
+@in_the_order("x, conv_state, weight, bias, activation, cache_seqlens", causal_conv1d_update)
+def causal_conv1d_update_ref(**given: Any) -> Tensor:
+    return causal_conv1d_update(**given)
 
 
 def ring_order(seen_b: Tensor, length: int, state_bvL: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Targets stand wherever a value is complete; the answer that counts is the last o
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -123,26 +124,13 @@ def torch_rng(rng: random.Random) -> torch.Generator:
     return torch.Generator().manual_seed(rng.getrandbits(63))
 
 
+Arithmetic = partial(Task, vocab_size=len(expressions.TOKENS) + 1, classes=expressions.MODULUS, n_layer=3)
 TASKS = {
     task.name: task
     for task in (
         Task(name="parity", title="parity", vocab_size=3, classes=2, n_layer=1, generate=parity),
-        Task(
-            name="arithmetic",
-            title="arithmetic",
-            vocab_size=len(expressions.TOKENS) + 1,
-            classes=expressions.MODULUS,
-            n_layer=3,
-            generate=modular_arithmetic,
-        ),
-        Task(
-            name="brackets",
-            title="with brackets",
-            vocab_size=len(expressions.TOKENS) + 1,
-            classes=expressions.MODULUS,
-            n_layer=3,
-            generate=bracketed_arithmetic,
-        ),
+        Arithmetic(name="arithmetic", title="arithmetic", generate=modular_arithmetic),
+        Arithmetic(name="brackets", title="with brackets", generate=bracketed_arithmetic),
         Task(
             name="a5",
             title="words in A5",

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mambakit.blocks import mamba2
 from mambakit.blocks.mamba2 import Mamba2Config
-from mambakit.compat.arguments import check_activation, pair, refuse_unknown
+from mambakit.compat.arguments import check_activation, in_our_words, refuse_unknown
 from mambakit.compat.mamba_ssm.modules.mamba2 import adopt
 from mambakit.compat.packing import segments_of
 from mambakit.compat.stateful import Stateful, WithWindow
@@ -44,24 +44,12 @@ class Mamba2Simple(Stateful, mamba2.Mamba2):  # pyright: ignore[reportIncompatib
         if not check_activation(activation):
             raise NotImplementedError('activation = None is not one of "silu" and "swish"')
         config = Mamba2Config(
-            d_model=d_model,
-            expand=expand,
-            state_rank=d_state,
-            per_head_dim=headdim,
-            ngroups=ngroups,
-            conv_kernel=d_conv,
-            A_init_range=pair(A_init_range),
+            **in_our_words("mamba2", locals()),
             norm_group_size=int(expand * d_model),
-            dt_min=dt_min,
-            dt_max=dt_max,
-            dt_init_floor=dt_init_floor,
-            dt_limit=pair(dt_limit),
-            conv_bias=conv_bias,
-            bias=bias,
             learnable_init_states=learnable_init_states,
         )
         super().__init__(config, device=device, dtype=dtype)
-        adopt(self, config, d_model, d_state, d_conv, conv_init, expand, headdim, conv_bias, device, dtype)
+        adopt(self, config, conv_init, device, dtype)
         self.ngroups, self.dt_limit, self.learnable_init_states = ngroups, dt_limit, learnable_init_states
         self.activation, self.chunk_size = activation, chunk_size
         self.use_mem_eff_path, self.layer_idx = use_mem_eff_path, layer_idx

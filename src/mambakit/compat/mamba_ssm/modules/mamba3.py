@@ -9,9 +9,8 @@ from torch import Tensor
 
 from mambakit.blocks import mamba3
 from mambakit.blocks.mamba3 import Mamba3Cache, Mamba3Config
-from mambakit.compat.arguments import refuse_unknown
-from mambakit.compat.packing import from_rows, packed, segments_of, to_rows
-from mambakit.compat.stateful import Stateful, one_token, write
+from mambakit.compat.arguments import in_our_words, refuse_unknown
+from mambakit.compat.stateful import Stateful, write
 from mambakit.ops.activations import heavy_tail as heavy_tail_activation
 
 __all__ = ["Mamba3", "heavy_tail_activation"]
@@ -50,22 +49,7 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
             raise ValueError(f"rope_fraction = {rope_fraction} has to be 0.5 or 1.0")
         if dropout:
             warnings.warn(f"dropout = {dropout} has no effect, as in the official Mamba3", UserWarning, stacklevel=2)
-        config = Mamba3Config(
-            d_model=d_model,
-            expand=expand,
-            state_rank=d_state,
-            per_head_dim=headdim,
-            ngroups=ngroups,
-            rope_fraction=rope_fraction,
-            dt_min=dt_min,
-            dt_max=dt_max,
-            dt_init_floor=dt_init_floor,
-            a_floor=A_floor,
-            a_activation=a_activation,
-            is_outproj_norm=is_outproj_norm,
-            is_mimo=is_mimo,
-            mimo_rank=mimo_rank,
-        )
+        config = Mamba3Config(**in_our_words("mamba3", locals()), a_activation=a_activation)
         super().__init__(config, device=device, dtype=dtype)
         self.d_model, self.d_state, self.headdim, self.A_floor = d_model, d_state, headdim, A_floor
         self.expand, self.d_inner, self.nheads, self.num_bc_heads = expand, config.d_inner, config.nheads, ngroups
@@ -81,27 +65,15 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         cu_seqlens: Tensor | None = None,
         inference_params: Any = None,
     ) -> Tensor:
-        """(b, s, d) to (b, s, d).
+        """(b, s, d) to (b, s, d), as in `run_or_step`."""
+        return self.run_or_step(u, seq_idx, cu_seqlens, inference_params)
 
-        `seq_idx` (b, s) or `cu_seqlens` restart at every packed sequence; the latter, in a batch of one, keeps states
-        of each in `inference_params`.
-        """
-        rows = len(u) if cu_seqlens is None else len(cu_seqlens) - 1
-        states = None if inference_params is None else self._get_states_from_cache(inference_params, rows)
-        is_decoding = inference_params is not None and inference_params.seqlen_offset > 0
-        if states is not None and is_decoding:
-            if seq_idx is not None or cu_seqlens is not None:
-                raise ValueError("a decoding step takes one token per sequence: seq_idx and cu_seqlens are for prompts")
-            return self.step(one_token(u)[:, 0], *states)[0][:, None]
-        if cu_seqlens is not None:
-            layout = packed(u, cu_seqlens, seq_idx)
-            out, cache = self.run(to_rows(layout, u), self.fresh_cache(rows), None, None, layout.lengths_r)
-            out = from_rows(layout, out, u.shape[1])
-        else:
-            out, cache = self.run(u, self.fresh_cache(rows), None, segments_of(seq_idx, *u.shape[:2]), None)
-        if states is not None:
-            write(states, official_states(cache))
-        return out
+    def step_of(self, x_b1d: Tensor, states: tuple[Tensor, ...]) -> Tensor:
+        return self.step(x_b1d[:, 0], *states)[0][:, None]  # type: ignore[call-arg]
+
+    def states_of(self, cache: Mamba3Cache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In the official order, angles in [0, 2 pi)."""
+        return cache.rotation.remainder(2 * math.pi), cache.ssm_bhpr, cache.k_state_bmhr, cache.v_state_bhp
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride] - the official signature
         self, u: Tensor, angle_state: Tensor, ssm_state: Tensor, k_state: Tensor, v_state: Tensor, **unknown: Any
@@ -111,8 +83,8 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         states = (angle_state, ssm_state, k_state, v_state)
         wide = torch.promote_types(u.dtype, torch.float32)
         cache = Mamba3Cache(ssm_state.to(wide), k_state.to(u.dtype), v_state.to(u.dtype), angle_state.to(wide))
-        out, cache = self.run(u[:, None], cache, None, None, None)
-        write(states, official_states(cache))
+        out, cache = self.continue_from(u[:, None], cache)
+        write(states, self.states_of(cache))
         return out[:, 0], *states
 
     def allocate_inference_cache(  # pyright: ignore[reportIncompatibleMethodOverride] - the official order
@@ -125,11 +97,6 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         **unused: Any,
     ) -> tuple[Tensor, ...]:
         """Zero states: angle (b, h, a) and ssm (b, h, p, r), at least float32, k (b, m, h, r) and v (b, h, p)."""
-        angle, ssm, k, v = official_states(self.fresh_cache(batch_size))
+        angle, ssm, k, v = self.states_of(self.fresh_cache(batch_size))
         dtype = k.dtype if dtype is None else dtype
         return angle.to(device), ssm.to(device), k.to(device, dtype), v.to(device, dtype)
-
-
-def official_states(cache: Mamba3Cache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In the official order, angles in [0, 2 pi)."""
-    return cache.rotation.remainder(2 * math.pi), cache.ssm_bhpr, cache.k_state_bmhr, cache.v_state_bhp

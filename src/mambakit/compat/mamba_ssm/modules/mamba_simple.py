@@ -2,17 +2,16 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
-from mambakit.compat.arguments import refuse_unknown
+from mambakit.compat.arguments import in_our_words, refuse_unknown
 from mambakit.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mambakit.compat.mamba_ssm.modules import block
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
 from mambakit.compat.mamba_ssm.ops.triton.layernorm import RMSNorm, layer_norm_fn, rms_norm_fn
 from mambakit.compat.mamba_ssm.ops.triton.selective_state_update import selective_state_update
-from mambakit.compat.stateful import PaddedConv1d, Stateful, WithWindow, one_token, write
+from mambakit.compat.stateful import PaddedConv1d, WithConvolution
 
 __all__ = ["Block", "Mamba"]
 # Callers look these up here, too.
@@ -20,7 +19,9 @@ __all__ += ["RMSNorm", "causal_conv1d_fn", "causal_conv1d_update", "layer_norm_f
 __all__ += ["selective_scan_fn", "selective_state_update"]
 
 
-class Mamba(Stateful, Mamba1):  # pyright: ignore[reportIncompatibleMethodOverride] - d_model is no property
+class Mamba(WithConvolution, Mamba1):  # pyright: ignore[reportIncompatibleMethodOverride] - d_model is no property
+    cache_of = Mamba1Cache
+
     def __init__(
         self,
         d_model: int,
@@ -42,20 +43,7 @@ class Mamba(Stateful, Mamba1):  # pyright: ignore[reportIncompatibleMethodOverri
         **unknown: Any,
     ):
         refuse_unknown("Mamba", unknown)
-        config = Mamba1Config(
-            d_model=d_model,
-            expand=expand,
-            state_rank=d_state,
-            conv_kernel=d_conv,
-            dt_rank=dt_rank,
-            dt_min=dt_min,
-            dt_max=dt_max,
-            dt_init=dt_init,
-            dt_scale=dt_scale,
-            dt_init_floor=dt_init_floor,
-            conv_bias=conv_bias,
-            bias=bias,
-        )
+        config = Mamba1Config(**in_our_words("mamba1", locals()))
         super().__init__(config, device=device, dtype=dtype)
         self.conv1d = PaddedConv1d(config.d_inner, d_conv, conv_bias, device=device, dtype=dtype)
         self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
@@ -65,32 +53,7 @@ class Mamba(Stateful, Mamba1):  # pyright: ignore[reportIncompatibleMethodOverri
 
     def forward(self, hidden_states: Tensor, inference_params: Any = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the official signature
         """(b, s, d) to (b, s, d). With `inference_params` the layer's states are filled, or after the prompt, used."""
-        batch = hidden_states.shape[0]
-        if inference_params is None:
-            return self.continue_from(hidden_states, self.fresh_cache(batch))[0]
-        states = self._get_states_from_cache(inference_params, batch)
-        if inference_params.seqlen_offset > 0:
-            return self.step(hidden_states, *states)[0]
-        out, cache = self.continue_from(hidden_states, self.fresh_cache(batch))
-        write(states, cache)
-        return out
-
-    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride] - the official signature
-        """One token (b, 1, d); the states are updated in place and returned."""
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        out, cache = self.continue_from(one_token(hidden_states), Mamba1Cache(conv_state, ssm_state.to(wide)))
-        write((conv_state, ssm_state), cache)
-        return out, conv_state, ssm_state
-
-    def continue_from(self, x_bsd: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache]:
-        return Mamba1.run(WithWindow(self), x_bsd, cache, None, None, None)  # type: ignore[arg-type]
-
-    def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: Any = None, **unused: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Zero states: convolution (b, i, k) and ssm (b, i, r), the latter at least float32 unless `dtype` says."""
-        conv_state, ssm_state = self.fresh_cache(batch_size)
-        return (conv_state, ssm_state) if dtype is None else (conv_state.to(dtype), ssm_state.to(dtype))
+        return self.run_or_step(hidden_states, inference_params=inference_params)
 
 
 class Block(block.Block):

@@ -7,10 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks import modules
-from mambakit.compat.arguments import in_one_precision
+from mambakit.compat.arguments import in_one_precision, in_the_order
 from mambakit.ops.norm import rms_norm
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
+
+SUMMED = "x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm"
+"""The arguments that all forms begin with."""
 
 
 def layer_norm_fn(
@@ -59,24 +62,10 @@ def layer_norm_fn(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def rms_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
+@in_the_order(f"{SUMMED}, residual_in_fp32, return_dropout_mask", layer_norm_fn)
+def rms_norm_fn(**given: Any) -> Any:
     """`layer_norm_fn` with RMSNorm."""
-    args = (x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32)
-    return layer_norm_fn(*args, is_rms_norm=True, return_dropout_mask=return_dropout_mask)
+    return layer_norm_fn(**given, is_rms_norm=True)
 
 
 def layer_norm_linear_fn(
@@ -98,26 +87,21 @@ def layer_norm_linear_fn(
     return (y, total) if prenorm else y
 
 
+@in_the_order(f"{SUMMED}, dropout_mask, dropout_mask1, upcast, is_rms_norm", layer_norm_fn)
 def layer_norm_ref(
+    *,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
     x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
     dropout_p: float = 0.0,
     rowscale: Tensor | None = None,
-    prenorm: bool = False,
     dropout_mask: Tensor | None = None,
     dropout_mask1: Tensor | None = None,
     upcast: bool = False,
-    is_rms_norm: bool = False,
+    **given: Any,
 ) -> Any:
     """`layer_norm_fn` with given dropout masks, true where an entry is kept. It always computes in at least float32."""
     if rowscale is not None:
-        x, rowscale = x * rowscale[..., None], None
+        x = x * rowscale[..., None]
     if dropout_mask is not None:
         x = x.masked_fill(~dropout_mask, 0.0) / (1 - dropout_p)
         if x1 is not None and dropout_mask1 is not None:
@@ -125,13 +109,13 @@ def layer_norm_ref(
         elif x1 is not None:
             x1 = F.dropout(x1, dropout_p)
         dropout_p = 0.0
-    args = (x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm)
-    return layer_norm_fn(*args, is_rms_norm=is_rms_norm)
+    return layer_norm_fn(x, x1=x1, dropout_p=dropout_p, **given)
 
 
-def rms_norm_ref(*args: Any, **options: Any) -> Any:
-    """`layer_norm_ref` with RMSNorm; the same arguments."""
-    return layer_norm_ref(*args, **options, is_rms_norm=True)
+@in_the_order(f"{SUMMED}, dropout_mask, dropout_mask1, upcast", layer_norm_ref)
+def rms_norm_ref(**given: Any) -> Any:
+    """`layer_norm_ref` with RMSNorm."""
+    return layer_norm_ref(**given, is_rms_norm=True)
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms_norm: bool) -> Tensor:
@@ -165,5 +149,5 @@ class RMSNorm(modules.RMSNorm):
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Any:
         dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
-        options = {"residual": residual, "prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
-        return rms_norm_fn(x, self.weight, None, eps=self.eps, dropout_p=dropout_p, **options)
+        options = {"residual": residual, "prenorm": prenorm, "residual_in_fp32": residual_in_fp32, "is_rms_norm": True}
+        return layer_norm_fn(x, self.weight, None, eps=self.eps, dropout_p=dropout_p, **options)

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import modules
-from mambakit.compat.arguments import in_one_precision
+from mambakit.compat.arguments import in_one_precision, in_the_order
 from mambakit.ops.norm import rms_norm
 
 __all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rms_norm_ref", "rmsnorm_fn"]
+
+GATED = "x, weight, bias, z, eps, group_size, norm_before_gate"
 
 
 def layernorm_fn(
@@ -45,32 +47,20 @@ def layernorm_fn(
     return (y * gate if gate is not None and norm_before_gate else y).to(dtype)
 
 
-def rmsnorm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor | None = None,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-) -> Tensor:
-    return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm=True)
+@in_the_order(GATED, layernorm_fn)
+def rmsnorm_fn(**given: Any) -> Tensor:
+    return layernorm_fn(**given, is_rms_norm=True)
 
 
-def rms_norm_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor | None = None,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-    upcast: bool = True,
-) -> Tensor:
-    return rmsnorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate)
+@in_the_order(f"{GATED}, upcast", layernorm_fn)
+def rms_norm_ref(upcast: bool = True, **given: Any) -> Tensor:
+    return layernorm_fn(**given, is_rms_norm=True)
 
 
 class RMSNorm(modules.RMSNorm):
+    is_rms_norm = True
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -82,29 +72,18 @@ class RMSNorm(modules.RMSNorm):
     ):
         super().__init__(hidden_size, eps, group_size, device=device, dtype=dtype)
         self.norm_before_gate = norm_before_gate
-        self.register_parameter("bias", None)
-
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        return rmsnorm_fn(x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate)
-
-
-class LayerNorm(RMSNorm):
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-    ):
-        super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype)
-        self.bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+        bias = None if self.is_rms_norm else nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", bias)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if getattr(self, "bias", None) is not None:
-            nn.init.zeros_(self.bias)
+        if (bias := getattr(self, "bias", None)) is not None:
+            nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        return layernorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
+        args = (x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
+        return layernorm_fn(*args, is_rms_norm=self.is_rms_norm)
+
+
+class LayerNorm(RMSNorm):
+    is_rms_norm = False

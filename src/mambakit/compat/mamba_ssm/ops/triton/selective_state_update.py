@@ -1,10 +1,12 @@
 """One token of the scans, the state updated in place."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import in_one_precision, step_size
+from mambakit.compat.arguments import in_one_precision, in_the_order, step_size
 from mambakit.compat.mamba2_core import scan
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.shapes import bind
@@ -73,16 +75,6 @@ def is_per_head(dt: Tensor, A: Tensor, dt_bias: Tensor | None) -> bool:
     )
 
 
-def selective_state_update_ref(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-) -> Tensor:
-    return selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+@in_the_order("state, x, dt, A, B, C, D, z, dt_bias, dt_softplus", selective_state_update)
+def selective_state_update_ref(**given: Any) -> Tensor:
+    return selective_state_update(**given)

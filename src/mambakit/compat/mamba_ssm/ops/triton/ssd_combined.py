@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import check_activation, in_one_precision, step_size
+from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order, step_size
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
 from mambakit.compat.mamba2_core import scan, scan_packed
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-from mambakit.compat.mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+from mambakit.compat.mamba_ssm.ops.triton.layernorm_gated import layernorm_fn
 from mambakit.compat.packing import segments_of
 from mambakit.ops.shapes import bind
 
@@ -80,19 +80,9 @@ def mamba_chunk_scan_combined(
     return (y.to(dtype), *states) if states else y.to(dtype)
 
 
-def mamba_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-) -> Tensor:
-    return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus=dt_softplus)
+@in_the_order("x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus", mamba_chunk_scan_combined)
+def mamba_chunk_scan(**given: Any) -> Tensor:
+    return mamba_chunk_scan_combined(**given)
 
 
 ssd_chunk_scan_combined_ref = mamba_chunk_scan
@@ -189,7 +179,9 @@ def mamba_split_conv1d_scan_combined(
     )
     out = y.flatten(-2)
     if rmsnorm_weight is not None:
-        out = rmsnorm_fn(out, rmsnorm_weight, None, z, rmsnorm_eps, width // ngroups, norm_before_gate)
+        out = layernorm_fn(
+            out, rmsnorm_weight, None, z, rmsnorm_eps, width // ngroups, norm_before_gate, is_rms_norm=True
+        )
     if mlp:
         out = torch.cat((F.silu(z_mlp) * x_mlp, out), dim=-1)
     if outproj_weight is not None:
@@ -197,28 +189,14 @@ def mamba_split_conv1d_scan_combined(
     return (out, final_states) if return_final_states else out
 
 
-def mamba_split_conv1d_scan_ref(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    dt_limit: tuple[float, float] = ALL_STEPS,
-    activation: str | None = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
-) -> Tensor:
+@in_the_order(
+    "zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, dt_limit, activation, rmsnorm_weight, rmsnorm_eps, "
+    "outproj_weight, outproj_bias, headdim, ngroups, norm_before_gate",
+    mamba_split_conv1d_scan_combined,
+)
+def mamba_split_conv1d_scan_ref(**given: Any) -> Tensor:
     """The function above without states. With several groups the official reference norms over all of them instead."""
-    block = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, None, None, dt_limit, False, activation)
-    after = (rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias, headdim, ngroups, norm_before_gate)
-    return mamba_split_conv1d_scan_combined(*block, *after)
+    return mamba_split_conv1d_scan_combined(**given)
 
 
 def mamba_conv1d_scan_ref(

@@ -51,8 +51,8 @@ def mamba3_mimo(
         raise ValueError("Z was given without MIMO_Z")
     if fuse_pregate_headwise_rms_norm != (outproj_norm_weight is not None):
         raise ValueError("fuse_pregate_headwise_rms_norm and outproj_norm_weight go together: give both or neither")
-    args = (Q, K, V, ADT, DT, Trap, Q_bias, K_bias, MIMO_V, Angles, D)
-    y_bsmhp, after = mamba3_core.scan(*args, None, cu_seqlens, "half")
+    inputs = (Q, K, V, ADT, DT, Trap, Q_bias, K_bias, MIMO_V, Angles, D)
+    y_bsmhp, after = mamba3_core.scan(inputs, None, cu_seqlens, "half")
     if outproj_norm_weight is not None:
         y_bsmhp = rms_norm(y_bsmhp, eps=outproj_norm_eps) * outproj_norm_weight.view(y_bsmhp.shape[-2:])
     if Z is not None:

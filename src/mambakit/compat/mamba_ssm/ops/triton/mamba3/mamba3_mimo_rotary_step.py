@@ -1,8 +1,11 @@
 """The rotation of one token's Q and K."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from mambakit.compat.arguments import in_the_order
 from mambakit.compat.mamba3_core import turned_by
 from mambakit.ops.rotation import rotate_all
 from mambakit.ops.shapes import bind
@@ -43,16 +46,8 @@ def apply_rotary_qk_inference_fwd(
         return q.copy_(results[0]), k.copy_(results[1]), angle_state.copy_(results[2])
 
 
-def apply_rotary_qk_inference_reference(
-    q: Tensor,
-    k: Tensor,
-    angle_state: Tensor,
-    angle_proj: Tensor,
-    dt: Tensor,
-    bias_q: Tensor | None = None,
-    bias_k: Tensor | None = None,
-    conjugate: bool = False,
-    rotate_pairwise: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    args = (q, k, angle_state, angle_proj, dt, bias_q, bias_k)
-    return apply_rotary_qk_inference_fwd(*args, conjugate=conjugate, rotate_pairwise=rotate_pairwise)
+@in_the_order(
+    "q, k, angle_state, angle_proj, dt, bias_q, bias_k, conjugate, rotate_pairwise", apply_rotary_qk_inference_fwd
+)
+def apply_rotary_qk_inference_reference(**given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return apply_rotary_qk_inference_fwd(**given)
