@@ -77,7 +77,7 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
 
     @abstractmethod
     def run(
-        self, x_bsd: Tensor, cache: Cache, path: SsdPath | None, segments_bs: Tensor | None, lengths_b: Tensor | None
+        self, x_bsd: Tensor, cache: Cache, path: SsdPath, segments_bs: Tensor | None, lengths_b: Tensor | None
     ) -> tuple[Tensor, Cache]:
         """The whole block on rows filled up on the right: `lengths_b` counts their tokens (None: all are).
 
@@ -100,6 +100,7 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         sequences into a batch of one, and the cache then has a row for each.
         """
         check_input(self, x_bsd)
+        path = SsdPath.of(path)
         b, s, _ = x_bsd.shape
         rows = b if cu_seqlens is None else check_packing(cu_seqlens, x_bsd)
         if cache is None:
@@ -112,8 +113,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if mask_bs is None and cu_seqlens is None:
             if ids_bs is not None and s:
                 cache = restart(self, cache, ids_bs[:, 0] > 0)
-            with SsdPath.of(path).around():
-                return self.run(x_bsd, cache, path, ids_bs, None)
+            with path.around():
+                return self.run(x_bsd, cache, path.inside, ids_bs, None)
 
         if mask_bs is not None:
             check_flags("mask_bs", mask_bs, x_bsd)
@@ -122,8 +123,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if ids_bs is not None:
             segments, entering, leaving = layout.resets(ids_bs)
             cache = restart(self, cache, entering)
-        with SsdPath.of(path).around():
-            y_rld, cache = self.run(layout.gather(x_bsd), cache, path, segments, layout.lengths_r)
+        with path.around():
+            y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
         if leaving is not None:
             cache = restart(self, cache, leaving)
         return layout.scatter(y_rld, b, s), cache

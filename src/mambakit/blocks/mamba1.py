@@ -122,12 +122,11 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         self,
         x_bsd: Tensor,
         cache: Mamba1Cache,
-        path: SsdPath | None,
+        path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba1Cache]:
-        path = SsdPath.of(path)
-        if path != SsdPath(backend=path.backend):
+        if path != SsdPath():
             raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
         r = self.config.state_rank
         projected_bsX = self.in_proj(x_bsd)
@@ -155,7 +154,6 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
             # What hides padding is a step size of zero, which no softplus gives.
             dt_softplus=lengths_b is None,
             segments_bs=segments_bs,
-            backend=path.backend,
         )
         return self.out_proj(y_bsi.to(z_bsi.dtype)), Mamba1Cache(window_bik, state_bir)
 

@@ -166,11 +166,11 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         self,
         x_bsd: Tensor,
         cache: Mamba2Cache,
-        path: SsdPath | None,
+        path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba2Cache]:
-        config, path = self.config, SsdPath.of(path)
+        config = self.config
         width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
         projected_bsX = self.in_proj(x_bsd)
         if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):

@@ -264,7 +264,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         self,
         x_bsd: Tensor,
         cache: Mamba3Cache,
-        path: SsdPath | None,
+        path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:
@@ -289,7 +289,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         self,
         x_bsd: Tensor,
         cache: Mamba3Cache,
-        path: SsdPath | None,
+        path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mambakit.blocks.family import presets
+from mambakit.ops.backends import backend_names
 from mambakit.ops.ssd_path import ALGORITHMS, SsdPath
 from mambakit.tools.benchmark import KINDS, Subject, make_model, measure
 from mambakit.tools.checks import kernels
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=["serial_recalculated"])
     parser.add_argument("--chunk-lens", nargs="+", type=int, metavar="L", help="default: what each path chooses")
-    parser.add_argument("--backends", nargs="+", choices=("auto", "torch", "cpu"), default=["auto", "torch"])
+    parser.add_argument("--backends", nargs="+", choices=backend_names(), default=["auto", "torch"])
     parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--repeats", type=int, default=7, help="rounds; times are medians")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json, bench.png and bench.html there")

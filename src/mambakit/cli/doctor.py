@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from mambakit.tools.checks import Check, devices, kernels, run_checks, versions
+from mambakit.tools.checks import Check, devices, kernels, operations, run_checks, versions
 from mambakit.tools.measure import environment, progress, table
 
 EXAMPLE = "mambakit doctor --json"
@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
         "machine": environment(),
         "devices": devices(),
         "kernels": kernels(),
+        "operations": dict(operations()),
         "seconds": round(time.perf_counter() - start, 1),
     }
     if args.json:
@@ -52,6 +53,10 @@ def describe(found: dict[str, Any], checks: list[Check]) -> str:
     else:
         used = f"not used, torch's operators run instead: {built['reason']}"
     lines += [f"{'CPU kernels':16} {used}", ""]
+    lines += [
+        table(["operation", "kernels beside torch's operators"], [list(row) for row in found["operations"].items()]),
+        "",
+    ]
 
     groups: dict[tuple[str, ...], list[Check]] = {}
     for check in checks:

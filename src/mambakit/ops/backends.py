@@ -10,6 +10,7 @@ thread's own; see docs/decisions/0008-backends.md for why it is no `ContextVar`.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class Backend:
     """Floating-point dtypes its kernels read; integers are as each operation says."""
     why_missing: Callable[[], str | None]
     """None where the backend can be used at all, else one clause for a person."""
+    about: Callable[[], dict[str, Any]] = dict
+    """More about it, where it can be used."""
 
     def why_not(self, tensors: Sequence[Tensor | None]) -> str | None:
         reason = self.why_missing()

@@ -92,11 +92,7 @@ def scan(
     s, dtype = v_bsmhp.shape[1], torch.promote_types(v_bsmhp.dtype, torch.float32)
     sequence = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh)
     recalculates = path.algorithm == "serial_recalculated"
-    if not recalculates and path.backend not in ("auto", "torch"):
-        raise ValueError(
-            f'backend "{path.backend}" has fused kernels for algorithm "serial_recalculated" only, '
-            f'not for "{path.algorithm}"; "torch" runs all'
-        )
+    path.check_kernels()
     # The recurrence itself is the shortest way through one token, unless a kernel is asked for by name.
     named = asked() if path.backend == "auto" else path.backend
     kernel = SSD.choose(path.backend, *sequence, state_bhpr) if recalculates and (s > 1 or named != "auto") else None

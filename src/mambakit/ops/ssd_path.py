@@ -46,10 +46,25 @@ class SsdPath:
         return path or DEFAULT
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """What surrounds the scan runs in this: on the path's backend, or on torch's operators where not that of
-        `serial_recalculated` but an algorithm that can be differentiated twice is asked for."""
+        """`with path.around():` asks for the path's backend for all of a block or model, not only its scan.
+
+        An algorithm that can be differentiated twice has torch's operators around it, which can be too.
+        """
+        self.check_kernels()
         backend = self.backend if self.algorithm == "serial_recalculated" else "torch"
         return contextlib.nullcontext() if backend == "auto" else use_backend(backend)
+
+    @property
+    def inside(self) -> "SsdPath":
+        """The path of what runs in `around`, where the backend is asked for already."""
+        return self if self.backend == "auto" else replace(self, backend="auto")
+
+    def check_kernels(self) -> None:
+        if self.algorithm != "serial_recalculated" and self.backend not in ("auto", "torch"):
+            raise ValueError(
+                f'backend "{self.backend}" has fused kernels for algorithm "serial_recalculated" only, '
+                f'not for "{self.algorithm}"; "torch" runs all'
+            )
 
     @classmethod
     def minimal(cls, chunk_len: int | None = None) -> "SsdPath":

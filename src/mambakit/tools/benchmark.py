@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import family_of
 from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.ops.ssd import SSD
+from mambakit.ops.operation import explain
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.tools.measure import gemm_task, interleaved, median, peak_bytes, read_task
 
@@ -70,7 +70,7 @@ def measure(subject: Subject, kinds: Iterable[str], repeats: int) -> tuple[list[
                 "algorithm": path.algorithm,
                 "chunk_len": path.chunk_len,
                 "backend": path.backend,
-                "ran": "cpu" if path.backend != "torch" and runs_kernels(subject, path) else "torch",
+                "ran": "+".join(sorted({choice.ran for choice in explain(task)} - {"torch"})) or "torch",
                 "ms": 1e3 * seconds,
                 "floor_ms": 1e3 * floor,
                 "over_floor": seconds / floor,
@@ -78,11 +78,6 @@ def measure(subject: Subject, kinds: Iterable[str], repeats: int) -> tuple[list[
             }
         )
     return rows, limits
-
-
-def runs_kernels(subject: Subject, path: SsdPath) -> bool:
-    parameter = next(subject.module.parameters())
-    return path.algorithm == "serial_recalculated" and SSD.choose(path.backend, parameter) is not None
 
 
 def floor_seconds(subject: Subject, kind: str, limits: dict[str, float]) -> float:

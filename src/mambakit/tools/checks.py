@@ -3,6 +3,7 @@
 Every check compares with something independent: plain loops in float64, or the same block in float64.
 """
 
+import copy
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
@@ -14,9 +15,13 @@ from torch import Tensor, nn
 
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import presets
-from mambakit.kernels.cpu.library import library, why_missing
-from mambakit.ops.selective_scan import selective_scan
-from mambakit.ops.ssd import ssd
+from mambakit.inference.decoder import Decoder
+from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.ops.backends import BACKENDS
+from mambakit.ops.decode import DECODE
+from mambakit.ops.operation import OPERATIONS
+from mambakit.ops.selective_scan import SELECTIVE_SCAN, selective_scan
+from mambakit.ops.ssd import SSD, ssd
 from mambakit.ops.ssd_path import SsdPath
 
 PACKAGES = ("torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "rich", "matplotlib", "triton")
@@ -62,16 +67,18 @@ def devices() -> list[str]:
 
 def kernels() -> dict[str, Any]:
     """What is known about the compiled CPU kernels."""
-    reason = why_missing()
-    if reason is not None:
-        return {"built": False, "reason": reason}
-    found = library()
-    return {
-        "built": True,
-        "instruction_set": found.instruction_set,
-        "usable": found.usable,
-        "torch_threads": found.has_torch_threads,
-    }
+    cpu = BACKENDS["cpu"]
+    reason = cpu.why_missing()
+    return {"built": True, **cpu.about()} if reason is None else {"built": False, "reason": reason}
+
+
+def operations() -> list[tuple[str, str]]:
+    """Each operation and, for every backend, whether it has a kernel for it that can be used here, or why not."""
+    reasons = {name: backend.why_missing() for name, backend in BACKENDS.items()}
+    return [
+        (name, "; ".join(f"{b}: {'yes' if r is None else r}" for b, r in reasons.items() if b in operation.kernels))
+        for name, operation in OPERATIONS.items()
+    ]
 
 
 def run_checks() -> Iterator[Check]:
@@ -82,7 +89,7 @@ def run_checks() -> Iterator[Check]:
                 continue
             for backend in backends(device, dtype):
                 path = SsdPath(backend=backend)
-                for what, measure, bound in checks_of(limit, gradient_limit):
+                for what, measure, bound in checks_of(backend, dtype, limit, gradient_limit):
                     named = (device, str(dtype).removeprefix("torch."), backend, what)
                     try:
                         error = measure(path, torch.device(device), dtype)
@@ -92,19 +99,27 @@ def run_checks() -> Iterator[Check]:
                         yield Check(*named, error, bound)
 
 
-def checks_of(limit: float, gradient_limit: float) -> Iterator[tuple[str, Callable[..., float], float]]:
-    """What is measured, how, and the largest error allowed."""
-    yield "ssd, known answer", ssd_error, limit
-    yield "selective scan, known answer", scan_error, limit
+def checks_of(
+    backend: str, dtype: torch.dtype, limit: float, gradient_limit: float
+) -> Iterator[tuple[str, Callable[..., float], float]]:
+    """What is measured, how, and the largest error allowed; of operations, those that the backend has."""
+    if backend == "torch" or backend in SSD.kernels:
+        yield "ssd, known answer", ssd_error, limit
+    if backend == "torch" or backend in SELECTIVE_SCAN.kernels:
+        yield "selective scan, known answer", scan_error, limit
     for name, (family, given) in presets().items():
-        make = partial(family.block, family.configure(family.example, given))
+        config = family.configure(family.example, given)
+        make = partial(family.block, config)
         yield f"{name}, forward = step", partial(step_error, make), limit
         yield f"{name}, gradients", partial(gradient_error, make), gradient_limit
+        if backend in DECODE.kernels and dtype == torch.float32 and family.step is not None:
+            yield f"{name}, a model's token in one call", partial(decoder_error, config), limit
 
 
 def backends(device: str, dtype: torch.dtype) -> list[str]:
-    has_kernels = device == "cpu" and dtype != torch.float64 and why_missing() is None
-    return ["torch", "cpu"] if has_kernels else ["torch"]
+    """Those that can run on a device, in a dtype."""
+    found = (b for b in BACKENDS.values() if device.startswith(b.device) and dtype in b.dtypes)
+    return ["torch", *(backend.name for backend in found if backend.why_missing() is None)]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -190,3 +205,16 @@ def gradient_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.
     plain = gradients(twin, x.double(), SsdPath(backend="torch"))
     found = gradients(block, x.to(device), path)
     return max(relative(a, b) for a, b in zip(found, plain, strict=True) if b.abs().max() > 0)
+
+
+def decoder_error(config: Any, path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
+    """A model of two layers decoding in one call per token against the same model in float64, stepped by modules."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        model = LanguageModel(ModelConfig(block=config, n_layer=2, vocab_size=40, d_intermediate=16)).to(device, dtype)
+    ids_bs = torch.arange(14, device=device).view(2, 7) * 5 % 40
+    with torch.no_grad():
+        whole, _ = copy.deepcopy(model).double()(ids_bs, path=SsdPath(backend="torch"))
+        decoder = Decoder(model, path.backend)
+        decoder.load(model.fresh_cache(2))
+        return relative(torch.stack([decoder.step(ids_b) for ids_b in ids_bs.unbind(1)], 1), whole)
