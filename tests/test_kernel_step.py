@@ -16,7 +16,7 @@ from compare import check, error, load_golden
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config, SsdPath
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.ops import fused_step as step
-from mambakit.ops.operation import OPERATIONS
+from mambakit.ops.operation import OPERATIONS, Kernel
 from test_golden_blocks import build, official_states
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason="the kernels are not built")
@@ -33,12 +33,14 @@ def ran(monkeypatch):
     """The names of the kernels that ran, in order."""
     names = []
 
-    def recorded(name):
-        run = OPERATIONS[name].run
-        return lambda kernel, inputs: names.append(name) or run(kernel, inputs)
+    call, steps = Kernel.__call__, {name for family in OPERATORS.values() for name in family}
 
-    for name in (name for family in OPERATORS.values() for name in family):
-        monkeypatch.setattr(OPERATIONS[name], "run", recorded(name))
+    def recorded(kernel, *inputs):
+        if kernel.operation.name in steps:
+            names.append(kernel.operation.name)
+        return call(kernel, *inputs)
+
+    monkeypatch.setattr(Kernel, "__call__", recorded)
     return names
 
 
@@ -242,15 +244,16 @@ def test_caches_are_never_written_into(name):
 
 def operator_arguments(block, projected, cache) -> list:
     """What a block hands to its operator."""
-    given = []
-    operation = OPERATIONS[f"{type(block).__name__.lower()}_step"]
-    run = operation.run
-    operation.run = lambda kernel, inputs: given.extend(inputs) or run(kernel, inputs)
-    try:
+    given, call = {}, Kernel.__call__
+
+    def recorded(kernel, *inputs):
+        given[kernel.operation.name] = list(inputs)
+        return call(kernel, *inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "__call__", recorded)
         block.fused_step(projected[:, None], cache)
-    finally:
-        del operation.run
-    return given
+    return given[f"{type(block).__name__.lower()}_step"]
 
 
 # When it is taken, and when not.

@@ -159,7 +159,7 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
 
     def fused_step(self, projected_bsX: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache] | None:
         """What `run` returns for one token, by kernels; None where they do not apply."""
-        if not is_plain(self.conv1d, CausalConv1d):
+        if not is_plain(self.conv1d, CausalConv1d) or MAMBA1_STEP.offer(cache.ssm_bir, self.A_log, self.D) is None:
             return None
         fields, projected_bX = step_fields(self), projected_bsX[:, 0]
         convolved = take_step(MAMBA1_STEP_CONV, (projected_bX, cache.conv_bik), fields)

@@ -269,30 +269,12 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:
         pieces = self.pieces(x_bsd)
-        if pieces == 1 or segments_bs is not None or lengths_b is not None:
-            return self.run_piece(x_bsd, cache, path, segments_bs, lengths_b)
-        y = []
-        for piece_bsd in x_bsd.tensor_split(pieces, 1):
-            y_bsd, cache = self.run_piece(piece_bsd, cache, path, None, None)
-            y.append(y_bsd)
-        return torch.cat(y, 1), cache
-
-    def pieces(self, x_bsd: Tensor) -> int:
-        """Into how many a sequence is cut. One where there are gradients: they need B and C whole anyway."""
-        config, (b, s, _) = self.config, x_bsd.shape
-        # The compiler first: it would take the length for one below 256 ever after.
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or s < 256:
-            return 1
-        return max(-(-b * s * config.ranks * config.nheads * config.state_rank // PIECE), 1)
-
-    def run_piece(
-        self,
-        x_bsd: Tensor,
-        cache: Mamba3Cache,
-        path: SsdPath,
-        segments_bs: Tensor | None,
-        lengths_b: Tensor | None,
-    ) -> tuple[Tensor, Mamba3Cache]:
+        if pieces > 1 and segments_bs is None and lengths_b is None:
+            y = []
+            for piece_bsd in x_bsd.tensor_split(pieces, 1):
+                y_bsd, cache = self.run(piece_bsd, cache, path, None, None)
+                y.append(y_bsd)
+            return torch.cat(y, 1), cache
         projected_bsX = self.in_proj(x_bsd)
         if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
             fused = self.fused_step(projected_bsX, cache)
@@ -325,6 +307,15 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
             cache.pathway,
         )
         return self.finish(y_bsmhp, token), cache
+
+    def pieces(self, x_bsd: Tensor) -> int:
+        """Into how many a sequence is cut. One where there are gradients: they need B and C whole anyway."""
+        config, (b, s, _) = self.config, x_bsd.shape
+        # The compiler first: it would take the length for one below 256 ever after.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or s < 256:
+            return 1
+        most = max(PIECE // max(b * config.ranks * config.nheads * config.state_rank, 1), 1)
+        return -(-s // most)
 
     def fused_step(self, projected_bsX: Tensor, cache: Mamba3Cache) -> tuple[Tensor, Mamba3Cache] | None:
         """What `run` returns for one token, by a kernel; None where none applies."""

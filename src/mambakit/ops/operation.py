@@ -44,7 +44,22 @@ class Kernel:
         return reason
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.operation.run(self, inputs)
+        """By way of the torch operator where somebody has to look on: autograd, a compiler, a tensor's subclass.
+
+        Otherwise directly: the operator's bookkeeping takes longer than a token's work.
+        """
+        operation = self.operation
+        if not isinstance(operation, TorchOperation):
+            return self.forward(*inputs)
+        if self.casts:
+            floats = (t if t is None or t.dtype == torch.float32 else t.float() for t in inputs[: operation.floats])
+            inputs = (*floats, *inputs[operation.floats :])
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return operation.operator(*inputs, self.backend.name)
+        for tensor in inputs[: operation.tensors]:
+            if tensor is not None and type(tensor) not in PLAIN_TENSORS:
+                return operation.operator(*inputs, self.backend.name)
+        return self.forward(*inputs)
 
 
 class Choice(NamedTuple):
@@ -129,9 +144,6 @@ class Operation:
             notes.append(Choice(self.name, "torch" if kernel is None else kernel.backend.name, passed_over))
         return kernel
 
-    def run(self, kernel: Kernel, inputs: tuple[Any, ...]) -> Any:
-        return kernel.forward(*inputs)
-
 
 class TorchOperation(Operation):
     """An operation whose kernels stand behind one torch operator, `mambakit::NAME(inputs, str backend) -> Tensor[]`.
@@ -169,18 +181,6 @@ class TorchOperation(Operation):
             torch.library.register_autograd(
                 f"mambakit::{name}", self._differentiate, setup_context=self._keep_inputs, lib=LIBRARY
             )
-
-    def run(self, kernel: Kernel, inputs: tuple[Any, ...]) -> list[Tensor]:
-        if kernel.casts:
-            floats = (t if t is None or t.dtype == torch.float32 else t.float() for t in inputs[: self.floats])
-            inputs = (*floats, *inputs[self.floats :])
-        # The operator's bookkeeping takes longer than a token's work. The choice has seen to it that all is plain.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.operator(*inputs, kernel.backend.name)
-        for tensor in inputs[: self.tensors]:
-            if tensor is not None and type(tensor) not in PLAIN_TENSORS:
-                return self.operator(*inputs, kernel.backend.name)
-        return kernel.forward(*inputs)
 
     def run_plainly(self, *inputs: Any) -> list[Tensor]:
         """In torch's operators, behind the torch operator: for a plain form with a derivative of its own."""

@@ -1,6 +1,6 @@
 """The core: one weighted scan behind Mamba-2 and both pathways of Mamba-3."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from mambakit.ops.backends import TORCH, asked, may_overwrite
 from mambakit.ops.operation import TorchOperation
 from mambakit.ops.segments import before_segment
-from mambakit.ops.shapes import bind, cast, check_floats, check_segments, full_precision
+from mambakit.ops.shapes import Sizes, bind, cast, check_floats, check_segments, full_precision
 from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.ssd_recalculated import default_chunk_len, from_core, recalculated, recalculated_backward, to_core
@@ -54,27 +54,28 @@ def ssd(
     through `minimal` and `serial`, once through `serial_recalculated`. Raises `ValueError` for shapes, dtypes or
     devices that do not fit together.
     """
-    size = bind(
-        v_bsmhp=v_bsmhp,
-        b_bsmgr=b_bsmgr,
-        c_bsmgr=c_bsmgr,
-        da_bsh=da_bsh,
-        w_now_bsh=w_now_bsh,
-        w_later_bsh=w_later_bsh,
-        state_bhpr=state_bhpr,
-        segments_bs=segments_bs,
-    )
-    if size.g == 0 or size.h % size.g:
-        raise ValueError(f"axis 'h' is {size.h} in v_bsmhp, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
-    dtype = check_floats(
-        {"v_bsmhp": v_bsmhp, "b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr},
-        {"da_bsh": da_bsh, "w_now_bsh": w_now_bsh, "w_later_bsh": w_later_bsh, "state_bhpr": state_bhpr},
-    )
-    if segments_bs is not None:
-        check_segments(segments_bs)
+    data = {"v_bsmhp": v_bsmhp, "b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr}
+    weights = {"da_bsh": da_bsh, "w_now_bsh": w_now_bsh, "w_later_bsh": w_later_bsh, "state_bhpr": state_bhpr}
+    size, dtype = check_core(data, weights, segments_bs)
     if state_bhpr is None:
         state_bhpr = v_bsmhp.new_zeros(size.b, size.h, size.p, size.r, dtype=dtype)
     return scan(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr, SsdPath.of(path), segments_bs)
+
+
+def check_core(
+    data: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor | None],
+    segments_bs: Tensor | None,
+    **others: Tensor | None,
+) -> tuple[Sizes, torch.dtype]:
+    """The sizes of a scan's inputs, v first, and the dtype to compute in; of `others` only sizes and devices count."""
+    size = bind(**data, **weights, segments_bs=segments_bs, **others)
+    if size.g == 0 or size.h % size.g:
+        raise ValueError(f"axis 'h' is {size.h} in v_bsmhp, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
+    dtype = check_floats({**data}, {**weights})
+    if segments_bs is not None:
+        check_segments(segments_bs)
+    return size, dtype
 
 
 def scan(

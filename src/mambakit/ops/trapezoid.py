@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.backends import may_overwrite
-from mambakit.ops.shapes import bind, full_precision
-from mambakit.ops.ssd import add_write, ssd
+from mambakit.ops.shapes import full_precision
+from mambakit.ops.ssd import add_write, check_core, scan
 from mambakit.ops.ssd_path import SsdPath
 
 PATHWAYS = ("single", "double")
@@ -39,60 +39,35 @@ def trapezoid(
         raise ValueError(f"pathway {pathway!r} is unknown; choose from {', '.join(PATHWAYS)}")
     if (v_last_bmhp is None) != (b_last_bmgr is None):
         raise ValueError("v_last_bmhp and b_last_bmgr describe one token: give both or neither")
-    size = bind(
-        v_bsmhp=v_bsmhp,
-        b_bsmgr=b_bsmgr,
-        dt_bsh=dt_bsh,
-        lambda_bsh=lambda_bsh,
-        v_last_bmhp=v_last_bmhp,
-        b_last_bmgr=b_last_bmgr,
-        segments_bs=segments_bs,
-    )
+    data = {"v_bsmhp": v_bsmhp, "b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr}
+    weights = {"da_bsh": da_bsh, "dt_bsh": dt_bsh, "lambda_bsh": lambda_bsh, "state_bhpr": state_bhpr}
+    size, wide = check_core(data, weights, segments_bs, v_last_bmhp=v_last_bmhp, b_last_bmgr=b_last_bmgr)
     if v_last_bmhp is None or b_last_bmgr is None:
         v_last_bmhp = v_bsmhp.new_zeros(size.b, size.m, size.h, size.p)
         b_last_bmgr = b_bsmgr.new_zeros(size.b, size.m, size.g, size.r)
-    wide = torch.promote_types(dt_bsh.dtype, torch.float32)
     gamma_bsh = lambda_bsh.to(wide) * dt_bsh.to(wide)
     left_bsh = (1 - lambda_bsh.to(wide)) * dt_bsh.to(wide)
     if segments_bs is not None and size.s:
         # A segment's first token has no left end; the call's own first one has: the token before the call.
         starts_bs = torch.nn.functional.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
         left_bsh = left_bsh.masked_fill(starts_bs[..., None], 0)
-    scan = _single if pathway == "single" else _double
-    with full_precision(v_bsmhp.device):
-        return scan(
-            v_bsmhp,
-            b_bsmgr,
-            c_bsmgr,
-            da_bsh,
-            gamma_bsh,
-            left_bsh,
-            state_bhpr,
-            v_last_bmhp,
-            b_last_bmgr,
-            path,
-            segments_bs,
-        )
-
-
-def _single(v, b, c, da_bsh, gamma_bsh, left_bsh, state_bhpr, v_last_bmhp, b_last_bmgr, path, segments_bs):
     if state_bhpr is None:
-        state_bhpr = v.new_zeros(v.shape[0], *v.shape[3:], b.shape[-1], dtype=gamma_bsh.dtype)
-    if v.shape[1]:
-        last = (tensor.to(left_bsh.dtype) for tensor in (v_last_bmhp, b_last_bmgr))
-        state_bhpr = state_bhpr.to(left_bsh.dtype)
-        state_bhpr = add_write(state_bhpr, left_bsh[:, 0], *last, in_place=may_overwrite())
-    # The last token has no successor here; its left-end share is added by the next call.
-    w_later_bsh = gamma_bsh
-    if v.shape[1] != 1:
-        w_later_bsh = gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, min(v.shape[1], 1)))
-    return ssd(v, b, c, da_bsh, gamma_bsh, w_later_bsh, state_bhpr, path=path, segments_bs=segments_bs)
-
-
-def _double(v, b, c, da_bsh, gamma_bsh, left_bsh, state_bhpr, v_last_bmhp, b_last_bmgr, path, segments_bs):
-    beta_bsh = left_bsh * da_bsh.to(left_bsh.dtype).exp()
-    v_late = torch.cat([v_last_bmhp[:, None].to(v.dtype), v], 1)[:, : v.shape[1]]
-    b_late = torch.cat([b_last_bmgr[:, None].to(b.dtype), b], 1)[:, : b.shape[1]]
-    y_now, state_now = ssd(v, b, c, da_bsh, gamma_bsh, gamma_bsh, state_bhpr, path=path, segments_bs=segments_bs)
-    y_late, state_late = ssd(v_late, b_late, c, da_bsh, beta_bsh, beta_bsh, path=path, segments_bs=segments_bs)
-    return y_now + y_late, state_now + state_late
+        state_bhpr = v_bsmhp.new_zeros(size.b, size.h, size.p, size.r, dtype=wide)
+    how = (SsdPath.of(path), segments_bs)
+    with full_precision(v_bsmhp.device):
+        if pathway == "double":
+            beta_bsh = left_bsh * da_bsh.to(wide).exp()
+            v_late = torch.cat([v_last_bmhp[:, None].to(v_bsmhp.dtype), v_bsmhp], 1)[:, : size.s]
+            b_late = torch.cat([b_last_bmgr[:, None].to(b_bsmgr.dtype), b_bsmgr], 1)[:, : size.s]
+            nothing = torch.zeros_like(state_bhpr)
+            y_now, state_now = scan(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, gamma_bsh, gamma_bsh, state_bhpr, *how)
+            y_late, state_late = scan(v_late, b_late, c_bsmgr, da_bsh, beta_bsh, beta_bsh, nothing, *how)
+            return y_now + y_late, state_now + state_late
+        if size.s:
+            last = (tensor.to(wide) for tensor in (v_last_bmhp, b_last_bmgr))
+            state_bhpr = add_write(state_bhpr.to(wide), left_bsh[:, 0], *last, in_place=may_overwrite())
+        w_later_bsh = gamma_bsh
+        if size.s > 1:
+            # The last token has no successor here; its left-end share is added by the next call.
+            w_later_bsh = gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, 1))
+        return scan(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, gamma_bsh, w_later_bsh, state_bhpr, *how)
