@@ -15,7 +15,7 @@ from blocks import results as block_outcome
 from compare import check
 from mambakit import SsdPath
 from mambakit.kernels.cpu.library import library, why_missing
-from mambakit.ops.causal_conv import CAUSAL_CONV, causal_conv_in_parts
+from mambakit.ops.causal_conv import CAUSAL_CONV, convolve_in_parts
 from mambakit.ops.expand_ranks import EXPAND_RANKS, expand_ranks
 from mambakit.ops.mamba3_prepare import MAMBA3_PREPARE, mamba3_prepare
 from mambakit.ops.norm import FINISH, finish, rms_norm
@@ -66,17 +66,8 @@ def conv_case() -> Case:
     silu = random.random() < 0.7
 
     def run(backend: str, x, weight, bias=None, window=None) -> list[Tensor]:
-        parts, after = causal_conv_in_parts(
-            x,
-            weight,
-            bias,
-            window,
-            widths,
-            segments_bs=segments_bs,
-            lengths_b=lengths_b,
-            silu=silu,
-            backend=backend,
-        )
+        tensors = (x, weight, bias, window, segments_bs, lengths_b)
+        parts, after = convolve_in_parts(*tensors, widths, silu=silu, backend=backend)
         return [*parts, after]
 
     return run, given(

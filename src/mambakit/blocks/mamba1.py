@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_positive
 from mambakit.blocks.family import Family, FusedStep, register
-from mambakit.blocks.modules import CausalConv1d, Linear, convolve_silu, init_dt_bias, is_plain, is_step, mark
+from mambakit.blocks.modules import CausalConv1d, Linear, convolve_silu, init_dt_bias, is_plain, mark
 from mambakit.ops.activations import softplus
-from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, take_step
+from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, is_step, take_step
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
 
@@ -131,8 +131,10 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
             raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
         r = self.config.state_rank
         projected_bsX = self.in_proj(x_bsd)
-        if is_step(self, projected_bsX, segments_bs, lengths_b) and (fused := self.fused_step(projected_bsX, cache)):
-            return fused
+        if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
+            fused = self.fused_step(projected_bsX, cache)
+            if fused is not None:
+                return fused
         x_bsi, z_bsi = projected_bsX.chunk(2, dim=-1)
         (x_bsi,), window_bik = convolve_silu(
             self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b

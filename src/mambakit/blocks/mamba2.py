@@ -18,11 +18,10 @@ from mambakit.blocks.modules import (
     convolve_silu,
     init_dt_bias,
     is_plain,
-    is_step,
     mark,
 )
 from mambakit.ops.activations import step_size
-from mambakit.ops.fused_step import MAMBA2_STEP, take_step
+from mambakit.ops.fused_step import MAMBA2_STEP, is_step, take_step
 from mambakit.ops.norm import finish
 from mambakit.ops.ssd import learned_start, scan
 from mambakit.ops.ssd_path import SsdPath
@@ -174,23 +173,24 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         config, path = self.config, SsdPath.of(path)
         width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
         projected_bsX = self.in_proj(x_bsd)
-        if is_step(self, projected_bsX, segments_bs, lengths_b) and (fused := self.fused_step(projected_bsX, cache)):
-            return fused
+        if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
+            fused = self.fused_step(projected_bsX, cache)
+            if fused is not None:
+                return fused
         z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = projected_bsX.split(
             (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
         )
         (x_bsi, b_bsG, c_bsG), window_bvk = convolve_silu(
             self.conv1d, xbc_bsv, cache.conv_bvk, [width, gr, gr], segments_bs, lengths_b
         )
-        x_bshp = x_bsi.unflatten(-1, (config.nheads, config.per_head_dim))
-        b_bsmgr, c_bsmgr = (t.unflatten(-1, (1, config.ngroups, config.state_rank)) for t in (b_bsG, c_bsG))
+        b, s, _ = x_bsi.shape
+        x_bsmhp = x_bsi.view(b, s, 1, config.nheads, config.per_head_dim)
+        b_bsmgr, c_bsmgr = (t.view(b, s, 1, config.ngroups, config.state_rank) for t in (b_bsG, c_bsG))
 
         dt_bsh = step_size(dt_bsh, self.dt_bias, config.dt_limit)
         dt_bsh = rows.hide_padding(dt_bsh, lengths_b)
         da_bsh = -dt_bsh * torch.exp(self.A_log.to(dt_bsh.dtype))
-        y_bsmhp, state_bhpr = scan(
-            x_bshp[:, :, None], b_bsmgr, c_bsmgr, da_bsh, dt_bsh, dt_bsh, cache.ssm_bhpr, path, segments_bs
-        )
+        y_bsmhp, state_bhpr = scan(x_bsmhp, b_bsmgr, c_bsmgr, da_bsh, dt_bsh, dt_bsh, cache.ssm_bhpr, path, segments_bs)
         if config.learnable_init_states and segments_bs is not None:
             y_start, state_start = learned_start(self.init_states, c_bsmgr, da_bsh, segments_bs)
             y_bsmhp, state_bhpr = y_bsmhp + y_start.to(y_bsmhp.dtype), state_bhpr + state_start

@@ -11,10 +11,10 @@ from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range
 from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
 from mambakit.blocks.fixed_point import response
-from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, is_step, last_token, mark
+from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus, step_size
 from mambakit.ops.expand_ranks import expand_ranks
-from mambakit.ops.fused_step import MAMBA3_STEP, take_step
+from mambakit.ops.fused_step import MAMBA3_STEP, is_step, take_step
 from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
 from mambakit.ops.norm import finish
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
@@ -294,8 +294,10 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:
         projected_bsX = self.in_proj(x_bsd)
-        if is_step(self, projected_bsX, segments_bs, lengths_b) and (fused := self.fused_step(projected_bsX, cache)):
-            return fused
+        if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
+            fused = self.fused_step(projected_bsX, cache)
+            if fused is not None:
+                return fused
         token = self.describe(projected_bsX, lengths_b)
         b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs)
         y_bsmhp, state_bhpr = trapezoid(

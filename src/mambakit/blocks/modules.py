@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.ops import few_rows
-from mambakit.ops.causal_conv import causal_conv_in_parts, correlate, last_inputs
+from mambakit.ops.backends import asked
+from mambakit.ops.causal_conv import convolve_in_parts, correlate, last_inputs
 from mambakit.ops.norm import gated_rms_norm
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -25,7 +26,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         # A compiler has its own way with a torch operator.
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if input.dtype == self.weight.dtype == torch.float32:
+            if asked() != "torch" and input.dtype == self.weight.dtype == torch.float32:
                 y = few_rows.multiply(input, self.stored())
                 if y is not None:
                     return y
@@ -146,25 +147,10 @@ def convolve_silu(
 ) -> tuple[list[Tensor], Tensor]:
     """`silu(conv(x))` cut into `widths`, and the window as `convolve` gives it."""
     if is_plain(conv, CausalConv1d) and conv.is_depthwise:
-        return causal_conv_in_parts(
-            x_bsv,
-            conv.weight.squeeze(1),
-            conv.bias,
-            window_bvk.to(x_bsv.dtype),
-            widths,
-            segments_bs=segments_bs,
-            lengths_b=lengths_b,
-            silu=True,
-        )
+        tensors = (x_bsv, conv.weight.squeeze(1), conv.bias, window_bvk.to(x_bsv.dtype), segments_bs, lengths_b)
+        return convolve_in_parts(*tensors, widths, silu=True)
     y_bsv, window_bvk = convolve(conv, x_bsv, window_bvk, segments_bs, lengths_b)
     return list(F.silu(y_bsv).split(widths, dim=-1)), window_bvk
-
-
-def is_step(block: nn.Module, x_bsX: Tensor, segments_bs: Tensor | None, lengths_b: Tensor | None) -> bool:
-    """One token of every row and no gradients: what the fused steps take."""
-    if x_bsX.shape[1] != 1 or segments_bs is not None or lengths_b is not None:
-        return False
-    return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in block.parameters())
 
 
 def is_plain(module: nn.Module, kind: type[Module]) -> TypeGuard[Module]:

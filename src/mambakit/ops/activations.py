@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.ops.shapes import cast
+
 # Above it softplus(x) and x are the same number: exp(-threshold) is below half a unit in the last place of it.
 SOFTPLUS_THRESHOLD = {torch.float32: 20.0, torch.float64: 38.0}
 
@@ -13,7 +15,7 @@ SOFTPLUS_THRESHOLD = {torch.float32: 20.0, torch.float64: 38.0}
 def softplus(x: Tensor) -> Tensor:
     """`log(1 + exp(x))`, in at least float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.softplus(x.to(wide), threshold=SOFTPLUS_THRESHOLD[wide])
+    return F.softplus(cast(x, wide), threshold=SOFTPLUS_THRESHOLD[wide])
 
 
 def step_size(dt: Tensor, bias: Tensor, limit: tuple[float, float]) -> Tensor:

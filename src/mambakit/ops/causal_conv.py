@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, check_floats, check_segments
+from mambakit.ops.shapes import bind, cast, check_floats, check_segments
 
 
 def _fake(x_bsv: Tensor, weight_vk: Tensor, *others: Any) -> list[Tensor]:
@@ -49,33 +49,6 @@ def causal_conv(
     the first token, and the returned one is zero before the segment of the last token. `lengths_b` says how many of a
     row's tokens count for the returned window.
     """
-    (y_bsv,), window_bvk = causal_conv_in_parts(
-        x_bsv,
-        weight_vk,
-        bias_v,
-        window_bvk,
-        [x_bsv.shape[-1]],
-        segments_bs=segments_bs,
-        lengths_b=lengths_b,
-        silu=silu,
-        backend=backend,
-    )
-    return y_bsv, window_bvk
-
-
-def causal_conv_in_parts(
-    x_bsv: Tensor,
-    weight_vk: Tensor,
-    bias_v: Tensor | None,
-    window_bvk: Tensor | None,
-    widths: list[int],
-    *,
-    segments_bs: Tensor | None = None,
-    lengths_b: Tensor | None = None,
-    silu: bool = False,
-    backend: str = "auto",
-) -> tuple[list[Tensor], Tensor]:
-    """`causal_conv` with its channels cut into `widths`."""
     size = bind(
         x_bsv=x_bsv,
         weight_vk=weight_vk,
@@ -89,7 +62,26 @@ def causal_conv_in_parts(
         raise ValueError(f"weight_vk needs at least one tap, got shape {tuple(weight_vk.shape)}")
     if segments_bs is not None:
         check_segments(segments_bs)
-    if size.s == 0:
+    tensors = (x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
+    (y_bsv,), window_bvk = convolve_in_parts(*tensors, [size.v], silu=silu, backend=backend)
+    return y_bsv, window_bvk
+
+
+def convolve_in_parts(
+    x_bsv: Tensor,
+    weight_vk: Tensor,
+    bias_v: Tensor | None,
+    window_bvk: Tensor | None,
+    segments_bs: Tensor | None,
+    lengths_b: Tensor | None,
+    widths: list[int],
+    *,
+    silu: bool = False,
+    backend: str = "auto",
+) -> tuple[list[Tensor], Tensor]:
+    """`causal_conv` of tensors that are known to fit together, its channels cut into `widths`."""
+    s = x_bsv.shape[1]
+    if s == 0:
         segments_bs = None
     tensors = (x_bsv, weight_vk, bias_v, window_bvk)
     kernel = CAUSAL_CONV.choose(backend, *tensors)
@@ -97,23 +89,26 @@ def causal_conv_in_parts(
         *parts, after_bvk = kernel(*tensors, segments_bs, lengths_b, widths, silu)
         window_dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype
         return [part.to(x_bsv.dtype) for part in parts], after_bvk.to(window_dtype)
-    if size.s == 1 and lengths_b is None:
+    if s == 1 and lengths_b is None:
         y_bsv, window_bvk = convolve_one_token(*tensors)
     else:
         y_bsv = convolve(*tensors, segments_bs)
-        window_bvk = last_inputs(x_bsv, window_bvk, size.k, segments_bs, lengths_b)
+        window_bvk = last_inputs(x_bsv, window_bvk, weight_vk.shape[1], segments_bs, lengths_b)
     return list((F.silu(y_bsv) if silu else y_bsv).split(widths, dim=-1)), window_bvk
 
 
 def convolve_one_token(
     x_b1v: Tensor, weight_vk: Tensor, bias_v: Tensor | None, window_bvk: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    window_bvk = last_inputs(x_b1v, window_bvk, weight_vk.shape[1], None)
+    if window_bvk is None:
+        window_bvk = x_b1v.new_zeros(len(x_b1v), *weight_vk.shape)
+    # Channels last in memory: numbers that are added up lie apart, which is faster.
+    window_bvk = torch.cat((window_bvk.mT[:, 1:], cast(x_b1v, window_bvk.dtype)), 1).mT
     wide = torch.promote_types(x_b1v.dtype, torch.float32)
-    y_bv = (window_bvk.to(wide) * weight_vk).sum(dim=2)
+    y_bv = (cast(window_bvk, wide) * weight_vk).sum(dim=2)
     if bias_v is not None:
         y_bv = y_bv + bias_v
-    return y_bv.to(x_b1v.dtype)[:, None], window_bvk
+    return cast(y_bv, x_b1v.dtype)[:, None], window_bvk
 
 
 def convolve(

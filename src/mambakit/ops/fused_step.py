@@ -3,12 +3,13 @@
 Kernels only, without gradients: where none takes a call, a block goes the way of any other length. They read float32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mambakit.ops.backends import asked
 from mambakit.ops.operation import TorchOperation
 
 
@@ -69,3 +70,10 @@ def take_step(operation: TorchOperation, entering: Sequence[Tensor], fields: Map
             return None
     kernel = operation.offer(*inputs[: operation.tensors])
     return None if kernel is None else kernel(*inputs)
+
+
+def is_step(x_bsX: Tensor, segments_bs: Tensor | None, lengths_b: Tensor | None, parameters: Iterable[Tensor]) -> bool:
+    """One token of every row, no gradients, and kernels not ruled out: what the fused steps take."""
+    if x_bsX.shape[1] != 1 or segments_bs is not None or lengths_b is not None or asked() == "torch":
+        return False
+    return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, check_floats
+from mambakit.ops.shapes import bind, cast, check_floats
 
 
 def rms_norm(
@@ -59,15 +59,15 @@ def plain_norm(
 ) -> Tensor:
     """`gated_rms_norm` in torch's operators."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    gate = None if z is None else F.silu(z.to(wide))
-    y = x.to(wide) if gate is None or norm_before_gate else x * gate
+    gate = None if z is None else F.silu(cast(z, wide))
+    y = cast(x, wide) if gate is None or norm_before_gate else x * gate
     if torch.is_grad_enabled() or group_size != x.shape[-1]:
         scale = None if weight is None else weight.unflatten(0, (-1, group_size))
         y = Norm.apply(y.unflatten(-1, (-1, group_size)), scale, eps).flatten(-2)
     else:
         # The function's bookkeeping takes longer than a token's norm; without gradients it is not needed.
-        y = F.rms_norm(y, (group_size,), None if weight is None else weight.to(wide), eps)
-    return (y if gate is None or not norm_before_gate else y * gate).to(x.dtype)
+        y = F.rms_norm(y, (group_size,), None if weight is None else cast(weight, wide), eps)
+    return cast(y if gate is None or not norm_before_gate else y * gate, x.dtype)
 
 
 def finish(
@@ -114,7 +114,7 @@ def finish(
         bind(y_bsmi=y_bsmi, x_bsi=x_bsi, z_bsi=z_bsi, **parameters)
         check_floats({"y_bsmi": y_bsmi, "x_bsi": x_bsi, "z_bsi": z_bsi}, parameters)
     (out_Ni,) = plain_finish(*inputs) if kernel is None else kernel(*inputs)
-    return out_Ni.view(z_bsi.shape).to(z_bsi.dtype)
+    return cast(out_Ni.view(z_bsi.shape), z_bsi.dtype)
 
 
 def plain_finish(
@@ -137,7 +137,7 @@ def plain_finish(
     gate_Nmi = None
     if z_Ni is not None:
         z_N1i = z_Ni[:, None]
-        gate_Nmi = (z_N1i if mimo_z_mi is None else z_N1i * mimo_z_mi).to(y_Nmi.dtype)
+        gate_Nmi = cast(z_N1i if mimo_z_mi is None else z_N1i * mimo_z_mi, y_Nmi.dtype)
     if order != NO_NORM:
         y_Nmi = plain_norm(y_Nmi, gate_Nmi, weight_i, eps, group, order == NORM_FIRST)
     elif gate_Nmi is not None:

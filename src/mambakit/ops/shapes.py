@@ -78,6 +78,11 @@ def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None]
     return torch.promote_types(dtype, torch.float32)
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which takes longer to find out that there is nothing to do; that counts in a step."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Switch autocast off: decays, sums and states need at least float32 whatever the surroundings say."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):

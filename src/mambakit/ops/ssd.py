@@ -9,7 +9,7 @@ from torch import Tensor
 from mambakit.ops.backends import TORCH, asked, may_overwrite
 from mambakit.ops.operation import TorchOperation
 from mambakit.ops.segments import before_segment
-from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
+from mambakit.ops.shapes import bind, cast, check_floats, check_segments, full_precision
 from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.ssd_recalculated import default_chunk_len, from_core, recalculated, recalculated_backward, to_core
@@ -100,7 +100,7 @@ def scan(
     # The recurrence itself is the shortest way through one token, unless a kernel is asked for by name.
     named = asked() if path.backend == "auto" else path.backend
     kernel = SSD.choose(path.backend, *sequence, state_bhpr) if recalculates and (s > 1 or named != "auto") else None
-    state_bhpr = state_bhpr.to(dtype)
+    state_bhpr = cast(state_bhpr, dtype)
     if s == 0:
         return v_bsmhp.clone(), state_bhpr.clone()
     with full_precision(v_bsmhp.device):
@@ -108,10 +108,10 @@ def scan(
             y_bsmhp, state_bhpr = kernel(*sequence, state_bhpr, segments_bs, path.chunk_len or 0)
             return y_bsmhp, state_bhpr
         if s == 1:
-            v, b, c, da, w_now = (tensor[:, 0].to(dtype) for tensor in sequence[:5])
-            w_later = w_now if w_later_bsh is w_now_bsh else w_later_bsh[:, 0].to(dtype)
+            v, b, c, da, w_now, w_later = [cast(tensor[:, 0], dtype) for tensor in sequence]
+            w_later = w_now if w_later_bsh is w_now_bsh else w_later
             y_bmhp, state_bhpr = one_token(v, b, c, da, w_now, w_later, state_bhpr)
-            return y_bmhp[:, None].to(v_bsmhp.dtype), state_bhpr
+            return cast(y_bmhp[:, None], v_bsmhp.dtype), state_bhpr
         if recalculates:
             y_bsmhp, state_bhpr = SSD.run_plainly(*sequence, state_bhpr, segments_bs, path.chunk_len or 0)
             return y_bsmhp, state_bhpr
@@ -162,7 +162,9 @@ def one_token(
 
 def read_state(state_bhpr: Tensor, c_bmgr: Tensor) -> Tensor:
     """`y[m] = state c[m]`."""
-    c_bg1mr, state_bgqpr = c_bmgr.transpose(1, 2)[:, :, None], state_bhpr.unflatten(1, (c_bmgr.shape[2], -1))
+    b, h, p, r = state_bhpr.shape
+    g = c_bmgr.shape[2]
+    c_bg1mr, state_bgqpr = c_bmgr.transpose(1, 2)[:, :, None], state_bhpr.view(b, g, h // g, p, r)
     # Rows times a transposed matrix, head by head: other ways to batch this product take several times as long.
     return (c_bg1mr @ state_bgqpr.mT).flatten(1, 2).transpose(1, 2)
 
@@ -171,10 +173,10 @@ def add_write(
     state_bhpr: Tensor, weight_bh: Tensor, v_bmhp: Tensor, b_bmgr: Tensor, *, in_place: bool = False
 ) -> Tensor:
     """`state + weight u` with `u = sum_m v[m] (x) b[m]`."""
-    groups = b_bmgr.shape[2]
-    v_bmgqp = (weight_bh[:, None, :, None] * v_bmhp).unflatten(2, (groups, -1))
-    state_bgqpr = state_bhpr.unflatten(1, (groups, -1))
-    for rank in range(v_bmhp.shape[1]):
+    (b, h, p, r), m, g = state_bhpr.shape, v_bmhp.shape[1], b_bmgr.shape[2]
+    v_bmgqp = (weight_bh[:, None, :, None] * v_bmhp).view(b, m, g, h // g, p)
+    state_bgqpr = state_bhpr.view(b, g, h // g, p, r)
+    for rank in range(m):
         factors = (v_bmgqp[:, rank, ..., None], b_bmgr[:, rank, :, None, None])
         state_bgqpr = state_bgqpr.addcmul_(*factors) if in_place else state_bgqpr.addcmul(*factors)
     return state_bhpr if in_place else state_bgqpr.flatten(1, 2)
