@@ -24,20 +24,28 @@ settings.load_profile("mambakit")
 
 CASES = json.loads((Path(__file__).parent / "golden" / "manifest.json").read_text("utf-8"))["cases"]
 
-# Tests that take seconds per case: `--quick` leaves them out.
+# Tests whose cases compute for more than a second and a half each: `--quick` leaves them out.
 SLOW = {
+    "::test_compiles_in_one_graph",
+    "::test_every_instruction_set",
+    "::test_other_instruction_sets",
     "test_class_tokens.py::test_compiled",
+    "test_cli_bench.py::test_rows_and_report",
+    "test_cli_demo.py::test_a_second_demo_gives_identical_figures",
     "test_compat.py::test_running_a_script",
+    "test_compat_errors.py::test_checkpoints_in_other_formats",
     "test_compile.py::test_compile",
     "test_docs.py::test_example",
+    "test_experiments.py::test_digits_command",
     "test_export.py::test_onnx",
     "test_export.py::test_step_package",
     "test_export.py::test_torch_export",
+    "test_kernel_ssd.py::test_opcheck",
     "test_kernels.py::test_missing_kernels_say_why",
-    "test_training.py::test_narrow_dtypes_learn_like_float32",
+    "test_quantization.py::test_loss_on_text",
+    "test_rotation.py::test_quaternion_product_is_a_proper_operator",
     "test_trainer_runs.py::",
-    "::test_every_instruction_set",
-    "::test_other_instruction_sets",
+    "test_training.py::test_narrow_dtypes_learn_like_float32",
 }
 
 
