@@ -3,6 +3,9 @@
 //     a_t = bias + sum_q weight[q] x_{t-(k-1)+q}        y_t = a_t or silu(a_t)
 #pragma once
 
+#include "border.h"
+#include "rows.h"
+
 namespace MK_ISA {
 
 struct Conv {
@@ -88,7 +91,7 @@ static void last_inputs(const ConvRow& row, float* window) {
 }
 
 static int64_t conv_blocks(const Conv& conv) {
-    return conv.length ? (conv.length + CONV_BLOCK - 1) / CONV_BLOCK : 1;
+    return conv.length ? ceil_div(conv.length, CONV_BLOCK) : 1;
 }
 
 template <int K>
@@ -184,15 +187,16 @@ MK_EXPORT(causal_conv)
  const float* weight, const float* bias, const float* window, int64_t window_batch, const int64_t* segments,
  const int64_t* lengths, int64_t with_silu, float* y, int64_t y_batch, int64_t y_token, float* after,
  int64_t after_batch) {
+    MK_BEGIN
     using namespace MK_ISA;
     Conv conv = {batch, length, width,  taps,         x,        x_batch, x_token,
                  weight, bias,  window, window_batch, segments, lengths, with_silu};
-    float* taps_kv = scratch<10>((taps + 1) * width);
+    float* taps_kv = scratch<CONV_TAPS>((taps + 1) * width);
     transpose(weight, width, taps, taps_kv);
     const float* zeros = zero_row(taps_kv + taps * width, width);
     int64_t blocks = conv_blocks(conv);
     parallel(batch * blocks, [&](int64_t begin, int64_t end) {
-        const float** seen = (const float**)scratch<11>(taps * (width + 2));
+        const float** seen = (const float**)scratch<CONV_ROWS>(taps * (width + 2));
         float* window_rows = (float*)(seen + taps);
         for (int64_t task = begin; task < end; task++) {
             int64_t first = task % blocks * CONV_BLOCK, last = least(first + CONV_BLOCK, length);
@@ -208,6 +212,7 @@ MK_EXPORT(causal_conv)
             if (leaves) last_inputs(row, after + row.row * after_batch);
         }
     });
+    MK_END
 }
 
 // d_weight is [width, taps]; d_after, d_window and d_bias may be null.
@@ -217,20 +222,21 @@ MK_EXPORT(causal_conv_backward)
  const int64_t* lengths, int64_t with_silu, const float* d_y, int64_t d_y_batch, int64_t d_y_token,
  const float* d_after, int64_t after_batch, float* d_x, int64_t d_x_batch, int64_t d_x_token, float* d_weight,
  float* d_bias, float* d_window, int64_t d_window_batch) {
+    MK_BEGIN
     using namespace MK_ISA;
     Conv conv = {batch, length, width,  taps,         x,        x_batch, x_token,
                  weight, bias,  window, window_batch, segments, lengths, with_silu};
     int64_t blocks = conv_blocks(conv), parts = (taps + 1) * width;
     int64_t tasks = count_tasks(batch * blocks, 1);
-    float* taps_kv = scratch<10>((taps + 1) * width);
+    float* taps_kv = scratch<CONV_TAPS>((taps + 1) * width);
     transpose(weight, width, taps, taps_kv);
     const float* zeros = zero_row(taps_kv + taps * width, width);
-    float* d_taps = scratch<12>((tasks + 1) * parts);
+    float* d_taps = scratch<TASK_SUMS>((tasks + 1) * parts);
     clear(d_taps, tasks * parts);
     ConvBackward back = {&conv, taps_kv, d_y, d_y_batch, d_y_token, d_after, after_batch, d_x, d_x_batch, d_x_token,
                          d_window, d_window_batch};
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        const float** pointers = (const float**)scratch<11>(taps * (width + CONV_CHANNELS + 2));
+        const float** pointers = (const float**)scratch<CONV_ROWS>(taps * (width + CONV_CHANNELS + 2));
         float* ring = (float*)(pointers + taps);
         float* window_rows = ring + taps * CONV_CHANNELS;
         for (int64_t task = begin; task < end; task++) {
@@ -251,4 +257,5 @@ MK_EXPORT(causal_conv_backward)
     add_tasks(d_taps, tasks, parts, total);
     transpose(total, taps, width, d_weight);
     if (d_bias) copy(total + taps * width, width, d_bias);
+    MK_END
 }

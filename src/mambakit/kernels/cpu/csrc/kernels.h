@@ -1,30 +1,35 @@
-// All kernels, once per instruction set. Each header ends in functions marked MK_EXPORT(name), which Python finds as
-// mk_name_<instruction set>.
+// All kernels, once per instruction set. Each header ends in functions marked MK_EXPORT(name).
 #pragma once
 
-#define MK_JOIN_(a, b, c) a##b##_##c
-#define MK_JOIN(a, b, c) MK_JOIN_(a, b, c)
-#define MK_EXPORT(name) extern "C" __attribute__((visibility("default"))) void MK_JOIN(mk_, name, MK_ISA)
-
-#include "vec.h"
-#include "threads.h"
-
-#include "rows.h"
-
 #include "causal_conv.h"
+#include "decode.h"
 #include "elementwise.h"
-#include "rotation.h"
 #include "mamba3_prepare.h"
 #include "matvec.h"
 #include "norm.h"
+#include "pages.h"
+#include "ranks.h"
 #include "selective_scan.h"
 #include "selective_scan_backward.h"
 #include "ssd_backward.h"
 #include "ssd_forward.h"
-#include "pages.h"
-#include "ranks.h"
-#include "step.h"
 #include "step_mamba1.h"
 #include "step_mamba2.h"
 #include "step_mamba3.h"
-#include "decode.h"
+
+namespace MK_ISA {
+
+// The structs of structs.py.
+static const char* const LAYOUTS[] = {
+    Matrix::LAYOUT,      Norm::LAYOUT,           Mamba1Step::LAYOUT,          Mamba2Step::LAYOUT,
+    Mamba3Step::LAYOUT,  DecodeLayer::LAYOUT,    DecodeModel::LAYOUT,         scan::PerToken::LAYOUT,
+    scan::Scan::LAYOUT,  scan::ScanGradients::LAYOUT, ssd::Sequence::LAYOUT,  ssd::Arguments::LAYOUT,
+    ssd::Gradients::LAYOUT,
+};
+
+}  // namespace MK_ISA
+
+// The n-th struct's fields as C++ declares them, or null.
+extern "C" __attribute__((visibility("default"))) const char* MK_JOIN(mk_, layout, MK_ISA)(int64_t n) {
+    return n < int64_t(sizeof(MK_ISA::LAYOUTS) / sizeof(char*)) ? MK_ISA::LAYOUTS[n] : nullptr;
+}

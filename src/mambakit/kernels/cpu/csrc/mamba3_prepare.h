@@ -5,6 +5,10 @@
 // B and C go through the same steps and share the angles. Pairs that turn are neighbours or half the state apart.
 #pragma once
 
+#include "border.h"
+#include "rotation.h"
+#include "rows.h"
+
 namespace MK_ISA {
 
 // B or C.
@@ -17,19 +21,20 @@ struct Side {
 
 struct Prepare {
     Turns turns;
-    int64_t ranks, groups, state, neighbours;
+    Pairs pairs;
+    int64_t ranks, groups;
     float eps;
     Side sides[2];
 
     int64_t lines() const { return ranks * groups; }
-    int64_t outputs() const { return ranks * turns.heads * state; }
+    int64_t outputs() const { return ranks * turns.heads * pairs.state; }
     int64_t group_of(int64_t head) const { return head / (turns.heads / groups); }
     const float* bias_of(int64_t side, int64_t head, int64_t rank) const {
-        return sides[side].bias + (head * ranks + rank) * state;
+        return sides[side].bias + (head * ranks + rank) * pairs.state;
     }
     const float* line(int64_t side, int64_t row, int64_t t, int64_t line) const {
         const Side& from = sides[side];
-        return from.x + row * from.x_batch + t * from.x_token + line * state;
+        return from.x + row * from.x_batch + t * from.x_token + line * pairs.state;
     }
 };
 
@@ -41,8 +46,8 @@ struct Workspace {
     float *d_normed, *d_turn;  // of the backward: [2, lines, state], [state]
 
     explicit Workspace(const Prepare& all) {
-        int64_t size = all.turns.size(), angles = all.turns.angles, lines = 2 * all.lines(), state = all.state;
-        float* at = scratch<15>(2 * (size + angles) + lines * (2 * state + 1) + 3 * state + angles + 4 * W);
+        int64_t size = all.turns.size(), angles = all.turns.angles, lines = 2 * all.lines(), state = all.pairs.state;
+        float* at = scratch<PREPARE_TOKEN>(2 * (size + angles) + lines * (2 * state + 1) + 3 * state + angles + 4 * W);
         angle = (double*)at;
         rate = angle + size;
         normed = (float*)(rate + angles);
@@ -58,97 +63,49 @@ struct Workspace {
 static void norm_lines(const Prepare& all, int64_t row, int64_t t, Workspace& work) {
     for (int64_t side = 0; side < 2; side++)
         for (int64_t line = 0; line < all.lines(); line++) {
-            const float* x = all.line(side, row, t, line);
             int64_t at = side * all.lines() + line;
-            vf squares = {};
-            each_vector(all.state, MK_BODY(int64_t i, int64_t lanes) {
-                vf value = load_part(x + i, lanes);
-                squares += value * value;
-            });
-            float inverse = work.inverse[at] = 1.0f / sqrtf(sum(squares) / all.state + all.eps);
-            each_vector(all.state, MK_BODY(int64_t i, int64_t lanes) {
-                vf n = load_part(x + i, lanes) * splat(inverse) * load_part(all.sides[side].weight + i, lanes);
-                store_part(work.normed + at * all.state + i, n, lanes);
-            });
+            work.inverse[at] = rms_norm(all.line(side, row, t, line), all.pairs.state, all.sides[side].weight, all.eps,
+                                        work.normed + at * all.pairs.state);
         }
-}
-
-// body(i, j, lanes) over the entries that turn, in vectors: those from i on have their partners from j on. Neighbours
-// share a vector (i == j); an even number of lanes keeps pairs together.
-template <class Body>
-MK_INLINE void each_turning(const Prepare& all, const Body& body) {
-    int64_t angles = all.turns.angles, half = all.state / 2;
-    if (all.neighbours) each_vector(2 * angles, MK_BODY(int64_t i, int64_t lanes) { body(i, i, lanes); });
-    else each_vector(angles, MK_BODY(int64_t i, int64_t lanes) {
-        body(i, half + i, lanes);
-        body(half + i, i, lanes);
-    });
-}
-
-// body(i, lanes) over the entries that do not.
-template <class Body>
-MK_INLINE void each_still(const Prepare& all, const Body& body) {
-    int64_t angles = all.turns.angles, half = all.state / 2;
-    if (all.neighbours) {
-        each_vector(all.state - 2 * angles, MK_BODY(int64_t i, int64_t lanes) { body(2 * angles + i, lanes); });
-        return;
-    }
-    for (int64_t from = 0; from < all.state; from += half)
-        each_vector(half - angles, MK_BODY(int64_t i, int64_t lanes) { body(from + angles + i, lanes); });
-}
-
-// The vector at j as its partners see it: neighbours swap places.
-MK_INLINE vf across(const Prepare& all, vf x) { return all.neighbours ? swap_neighbours(x) : x; }
-
-static void turn_line(const Prepare& all, const Turn& turn, const float* normed, const float* bias, float* out) {
-    each_turning(all, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
-        vf own = load_part(normed + i, lanes) + load_part(bias + i, lanes);
-        vf other = across(all, load_part(normed + j, lanes) + load_part(bias + j, lanes));
-        vf turned = own * load_part(turn.cosine + i, lanes) + other * load_part(turn.sine + i, lanes);
-        store_part(out + i, turned, lanes);
-    });
-    each_still(all, MK_BODY(int64_t i, int64_t lanes) {
-        store_part(out + i, load_part(normed + i, lanes) + load_part(bias + i, lanes), lanes);
-    });
 }
 
 // Gradients before the turn are those after it turned back; they are added to the normed line's and the bias's. What
 // each entry of the output says about its angle is added to d_turn, with the sign of the second of a pair.
-static void turn_line_backward(const Prepare& all, const Turn& turn, const float* normed, const float* bias,
+static void turn_line_backward(const Pairs& pairs, const Turn& turn, const float* normed, const float* bias,
                                const float* d_out, float* d_normed, float* d_bias, float* d_turn) {
-    each_turning(all, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
+    each_turning(pairs, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
         vf cosine = load_part(turn.cosine + i, lanes), sine = load_part(turn.sine + i, lanes);
         vf own = load_part(normed + i, lanes) + load_part(bias + i, lanes);
-        vf other = across(all, load_part(normed + j, lanes) + load_part(bias + j, lanes));
-        vf d_own = load_part(d_out + i, lanes), d_other = across(all, load_part(d_out + j, lanes));
+        vf other = across(pairs, load_part(normed + j, lanes) + load_part(bias + j, lanes));
+        vf d_own = load_part(d_out + i, lanes), d_other = across(pairs, load_part(d_out + j, lanes));
         vf d = d_own * cosine - d_other * sine;
         add_part(d_turn + i, d_own * (other * cosine - own * sine), lanes);
         add_part(d_normed + i, d, lanes);
         add_part(d_bias + i, d, lanes);
     });
-    each_still(all, MK_BODY(int64_t i, int64_t lanes) {
+    each_still(pairs, MK_BODY(int64_t i, int64_t lanes) {
         vf d = load_part(d_out + i, lanes);
         add_part(d_normed + i, d, lanes);
         add_part(d_bias + i, d, lanes);
     });
 }
 
-static void angle_gradients(const Prepare& all, const float* d_turn, float* d_theta) {
-    int64_t step = all.neighbours ? 2 : 1, second = all.neighbours ? 1 : all.state / 2;
-    for (int64_t a = 0; a < all.turns.angles; a++) d_theta[a] = d_turn[a * step + second] - d_turn[a * step];
+static void angle_gradients(const Pairs& pairs, const float* d_turn, float* d_theta) {
+    int64_t step = pairs.neighbours ? 2 : 1, second = pairs.neighbours ? 1 : pairs.state / 2;
+    for (int64_t a = 0; a < pairs.angles; a++) d_theta[a] = d_turn[a * step + second] - d_turn[a * step];
 }
 
 // Through the norm of one line; `n` is the normed line with its weight.
 static void norm_line_backward(const Prepare& all, const float* x, float inverse, const float* weight,
                                const float* d_normed, float* d_x, float* d_weight) {
     vf products = {};
-    each_vector(all.state, MK_BODY(int64_t i, int64_t lanes) {
+    each_vector(all.pairs.state, MK_BODY(int64_t i, int64_t lanes) {
         vf share = load_part(d_normed + i, lanes) * load_part(x + i, lanes) * splat(inverse);
         add_part(d_weight + i, share, lanes);
         products += share * load_part(weight + i, lanes);
     });
-    float shared = sum(products) / all.state;
-    each_vector(all.state, MK_BODY(int64_t i, int64_t lanes) {
+    float shared = sum(products) / all.pairs.state;
+    each_vector(all.pairs.state, MK_BODY(int64_t i, int64_t lanes) {
         vf d_n = load_part(d_normed + i, lanes) * load_part(weight + i, lanes);
         vf n = load_part(x + i, lanes) * splat(inverse);
         store_part(d_x + i, (d_n - n * splat(shared)) * splat(inverse), lanes);
@@ -165,20 +122,20 @@ struct PrepareGradients {
 static void prepare_backward(const Prepare& all, const PrepareGradients& d, int64_t row, int64_t t, Workspace& work,
                              float* sums) {
     const Turns& turns = all.turns;
-    int64_t token = row * turns.length + t, state = all.state, lines = all.lines();
+    int64_t token = row * turns.length + t, state = all.pairs.state, lines = all.lines();
     clear(work.d_normed, 2 * lines * state);
     for (int64_t head = 0; head < turns.heads; head++) {
-        work.turn.of(work.angle + head * turns.angles, turns.angles, all.neighbours, state);
+        work.turn.of(work.angle + head * turns.angles, all.pairs);
         clear(work.d_turn, state);
         for (int64_t side = 0; side < 2; side++)
             for (int64_t rank = 0; rank < all.ranks; rank++) {
                 int64_t line = (side * all.ranks + rank) * all.groups + all.group_of(head);
                 const float* d_out = d.d_out[side] + token * all.outputs() + (rank * turns.heads + head) * state;
                 float* d_bias = sums + side * all.outputs() + (head * all.ranks + rank) * state;
-                turn_line_backward(all, work.turn, work.normed + line * state, all.bias_of(side, head, rank), d_out,
+                turn_line_backward(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank), d_out,
                                    work.d_normed + line * state, d_bias, work.d_turn);
             }
-        angle_gradients(all, work.d_turn, d.d_theta + (token * turns.heads + head) * turns.angles);
+        angle_gradients(all.pairs, work.d_turn, d.d_theta + (token * turns.heads + head) * turns.angles);
     }
     for (int64_t side = 0; side < 2; side++)
         for (int64_t line = 0; line < lines; line++) {
@@ -219,15 +176,15 @@ static void each_prepared(const Prepare& all, const double* entering, int64_t ta
         const float *before, const int64_t *segments
 #define MK_PREPARE                                                                                                    \
     {{batch, length, heads, angles, rot, rot_batch, rot_token, dt, range, before, segments},                          \
+     {state, angles, neighbours != 0},                                                                                 \
      ranks,                                                                                                           \
      groups,                                                                                                          \
-     state,                                                                                                           \
-     neighbours,                                                                                                      \
      eps,                                                                                                             \
      {{b, b_batch, b_token, b_weight, b_bias}, {c, c_batch, c_token, c_weight, c_bias}}}
 
 // `entering` has room for the angles before each block, [batch, blocks, heads, angles].
 MK_EXPORT(mamba3_prepare)(MK_PREPARE_INPUTS, double* entering, float* b_out, float* c_out, float* after) {
+    MK_BEGIN
     using namespace MK_ISA;
     Prepare all = MK_PREPARE;
     angles_before_blocks(all.turns, entering, after);
@@ -235,15 +192,16 @@ MK_EXPORT(mamba3_prepare)(MK_PREPARE_INPUTS, double* entering, float* b_out, flo
     int64_t every = batch * all.turns.blocks();
     each_prepared(all, entering, every, MK_BODY(int64_t, int64_t row, int64_t t, Workspace & work) {
         for (int64_t head = 0; head < heads; head++) {
-            work.turn.of(work.angle + head * angles, angles, neighbours, state);
+            work.turn.of(work.angle + head * angles, all.pairs);
             for (int64_t side = 0; side < 2; side++)
                 for (int64_t rank = 0; rank < ranks; rank++) {
                     int64_t line = (side * ranks + rank) * groups + all.group_of(head);
                     float* out = outs[side] + (row * length + t) * all.outputs() + (rank * heads + head) * state;
-                    turn_line(all, work.turn, work.normed + line * state, all.bias_of(side, head, rank), out);
+                    turn_line(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank), out);
                 }
         }
     });
+    MK_END
 }
 
 // d_after may be null. `entering` as above, `d_theta` has room for [batch, length, heads, angles]; `sums` become the
@@ -251,12 +209,13 @@ MK_EXPORT(mamba3_prepare)(MK_PREPARE_INPUTS, double* entering, float* b_out, flo
 MK_EXPORT(mamba3_prepare_backward)
 (MK_PREPARE_INPUTS, double* entering, const float* d_b_out, const float* d_c_out, const float* d_after, float* d_theta,
  float* d_b, float* d_c, float* d_rot, float* d_dt, float* d_before, float* sums) {
+    MK_BEGIN
     using namespace MK_ISA;
     Prepare all = MK_PREPARE;
     // What the row's last angle was is of no interest here.
     angles_before_blocks(all.turns, entering, d_before);
     int64_t tasks = count_tasks(batch * all.turns.blocks(), 1), parts = 2 * (all.outputs() + state);
-    float* task_sums = scratch<12>(tasks * parts);
+    float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
     PrepareGradients d = {{d_b_out, d_c_out}, {d_b, d_c}, d_theta};
     each_prepared(all, entering, tasks, MK_BODY(int64_t task, int64_t row, int64_t t, Workspace & work) {
@@ -264,4 +223,5 @@ MK_EXPORT(mamba3_prepare_backward)
     });
     add_tasks(task_sums, tasks, parts, sums);
     angles_backward(all.turns, entering, d_theta, d_after, d_rot, d_dt, d_before);
+    MK_END
 }

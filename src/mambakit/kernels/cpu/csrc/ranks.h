@@ -3,8 +3,13 @@
 //     v[m] = x weight[m]
 #pragma once
 
+#include "border.h"
+#include "rows.h"
+#include "threads.h"
+
 MK_EXPORT(expand_ranks)
 (int64_t rows, int64_t ranks, int64_t width, const float* x, int64_t x_row, const float* weight, float* v) {
+    MK_BEGIN
     using namespace MK_ISA;
     int64_t tasks = count_tasks(rows, 16);
     parallel(tasks, [&](int64_t begin, int64_t end) {
@@ -15,15 +20,17 @@ MK_EXPORT(expand_ranks)
                     store_part(v + (row * ranks + rank) * width + i, value, lanes);
                 });
     });
+    MK_END
 }
 
 // d_x is [rows, width], d_weight as weight.
 MK_EXPORT(expand_ranks_backward)
 (int64_t rows, int64_t ranks, int64_t width, const float* x, int64_t x_row, const float* weight, const float* d_v,
  float* d_x, float* d_weight) {
+    MK_BEGIN
     using namespace MK_ISA;
     int64_t tasks = count_tasks(rows, 16), parts = ranks * width;
-    float* task_sums = scratch<12>(tasks * parts);
+    float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
     parallel(tasks, [&](int64_t begin, int64_t end) {
         for (int64_t task = begin; task < end; task++)
@@ -39,4 +46,5 @@ MK_EXPORT(expand_ranks_backward)
                 });
     });
     add_tasks(task_sums, tasks, parts, d_weight);
+    MK_END
 }

@@ -6,30 +6,37 @@
 // zeros to whole vectors: capital letters are padded sizes.
 #pragma once
 
+#include "border.h"
+#include "rows.h"
 #include "small_gemm.h"
+#include "threads.h"
 
 namespace MK_ISA {
 namespace ssd {
 
 // A tensor whose first two axes are batch and token, with their strides; the other axes are contiguous.
 struct Sequence {
-    const float* data;
-    int64_t batch_stride, token_stride;
+    MK_FIELDS(Sequence,
+        const float* data;
+        int64_t batch_stride, token_stride;
+    )
 
     const float* at(int64_t batch, int64_t token) const { return data + batch * batch_stride + token * token_stride; }
 };
 
 struct Arguments {
-    int64_t b, s, m, h, p, g, r, chunk_len;
-    Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
-    const int64_t* segments_bs;  // or null
-    const float* state_bhpr;
+    MK_FIELDS(Arguments,
+        int64_t b, s, m, h, p, g, r, chunk_len;
+        Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
+        const int64_t* segments_bs;  // or null
+        const float* state_bhpr;
+    )
 
     int64_t rows() const { return chunk_len * m; }
     int64_t P() const { return round_up(p, W); }
     int64_t R() const { return round_up(r, W); }
     int64_t Q() const { return round_up(rows(), W); }
-    int64_t chunks() const { return (s + chunk_len - 1) / chunk_len; }
+    int64_t chunks() const { return ceil_div(s, chunk_len); }
 };
 
 // Hands out pieces of one block of memory. Without a block it only counts: lay out twice, first to learn the size.
@@ -60,7 +67,7 @@ struct Chunk {
 static void cut(const Arguments& x, int64_t batch, int64_t index, Chunk& c) {
     c.batch = batch;
     c.start = index * x.chunk_len;
-    c.len = smaller(x.chunk_len, x.s - c.start);
+    c.len = least(x.chunk_len, x.s - c.start);
     c.q = c.len * x.m;
     c.continuing = c.len;
     c.leaving = 0;
@@ -73,7 +80,7 @@ static void cut(const Arguments& x, int64_t batch, int64_t index, Chunk& c) {
             bool same = ids[l] == ids[l - 1];
             c.first_row[l] = same ? c.first_row[l - 1] : l * x.m;
             if (same) continue;
-            c.continuing = smaller(c.continuing, l);
+            c.continuing = least(c.continuing, l);
             c.leaving = l;
         }
     }
@@ -163,7 +170,7 @@ static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, con
                           float* out, int64_t ld) {
     row_tiles(q, [&](auto rows, int64_t i) {
         constexpr int M = decltype(rows)::value;
-        int64_t vectors = (reach(i + M - 1, m) + W - 1) / W;
+        int64_t vectors = ceil_div(reach(i + M - 1, m), W);
         column_tiles(vectors, [&](auto columns, int64_t j) {
             Tile<M, decltype(columns)::value> tile;
             tile.clear();
@@ -195,9 +202,8 @@ static void copy_padded(const float* from, int64_t n, float* to, int64_t width) 
 }
 
 // Asks for n numbers that will be read soon. They need not exist.
-MK_INLINE void prefetch(const float* base, int64_t offset, int64_t n) {
-    uintptr_t at = (uintptr_t)base + (uintptr_t)offset * sizeof(float);
-    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch((const void*)(at + (uintptr_t)i * sizeof(float)), 0, 2);
+MK_INLINE void prefetch_row(const float* base, int64_t offset, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) prefetch(base, (offset + i) * (int64_t)sizeof(float));
 }
 
 // The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, padded to `width`. The rows that will be
@@ -208,7 +214,7 @@ static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t
         const float* token = from.at(c.batch, c.start + l) + index * n;
         for (int64_t rank = 0; rank < m; rank++, to += width) {
             const float* row = token + rank * blocks * n;
-            prefetch(row, ahead, n);
+            prefetch_row(row, ahead, n);
             copy_padded(row, n, to, width);
         }
     }
@@ -217,11 +223,7 @@ static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t
 // The other way: q rows of n numbers to where a tensor has them, or added to what it has.
 static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, float* to, int64_t ld, bool add) {
     for (int64_t i = 0; i < q; i++)
-        for (int64_t j = 0; j < n; j += W) {
-            float* here = to + i * ld + j;
-            vf x = load(from + i * width + j);
-            store_part(here, add ? x + load_part(here, n - j) : x, n - j);
-        }
+        for (int64_t j = 0; j < n; j += W) put_part(to + i * ld + j, load(from + i * width + j), n - j, add);
 }
 
 // to = diag(factor) from, for q rows.
@@ -258,7 +260,7 @@ template <class F>
 MK_INLINE void for_groups(const Arguments& x, const Heads& heads, const F& f) {
     int64_t per_group = x.h / x.g;
     for (int64_t at = heads.first; at < heads.last;) {
-        int64_t end = smaller(heads.last, (at / per_group + 1) * per_group);
+        int64_t end = least(heads.last, (at / per_group + 1) * per_group);
         f(at / per_group, at, end);
         at = end;
     }
@@ -271,7 +273,7 @@ static void for_head_ranges(const Arguments& x, int64_t ranges, const Task& task
     parallel(ranges, [&](int64_t first, int64_t last) {
         for (int64_t range = first; range < last; range++)
             for (int64_t at = all * range / ranges, end = all * (range + 1) / ranges; at < end;) {
-                int64_t batch = at / x.h, stop = smaller(end, (batch + 1) * x.h);
+                int64_t batch = at / x.h, stop = least(end, (batch + 1) * x.h);
                 task(Heads{batch, at - batch * x.h, stop - batch * x.h}, range);
                 at = stop;
             }

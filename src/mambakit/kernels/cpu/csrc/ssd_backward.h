@@ -5,19 +5,22 @@
 // long sequence it keeps the states for one stretch of chunks, the last first, and recomputes them from that before it.
 #pragma once
 
+#include "border.h"
 #include "ssd.h"
 
 namespace MK_ISA {
 namespace ssd {
 
 struct Gradients {
-    Sequence d_y_bsmhp;
-    const float* d_last_bhpr;
-    float *d_v_bsmhp, *d_b_bsmgr, *d_c_bsmgr, *d_da_bsh, *d_w_now_bsh, *d_w_later_bsh, *d_state_bhpr;
-    // Heads are split into `ranges`. One that begins inside a group adds to B and C of that group here, [range - 1][B, C]
-    // s m r, until all are done: sums in a fixed order, whatever thread is first.
-    int64_t ranges;
-    float* shares;
+    MK_FIELDS(Gradients,
+        Sequence d_y_bsmhp;
+        const float* d_last_bhpr;
+        float *d_v_bsmhp, *d_b_bsmgr, *d_c_bsmgr, *d_da_bsh, *d_w_now_bsh, *d_w_later_bsh, *d_state_bhpr;
+        // Heads are split into `ranges`. One that begins inside a group adds to B and C of that group here, [range - 1][B, C]
+        // s m r, until all are done: sums in a fixed order, whatever thread is first.
+        int64_t ranges;
+        float* shares;
+    )
 };
 
 // Heads that are taken through the sequence together, and the most rows for which their states are kept: what bounds the
@@ -45,8 +48,8 @@ struct BackwardBuffers {
         Arena arena{block};
         int64_t q = x.rows(), P = x.P(), Q = x.Q(), R = x.R(), one = x.r * P;
         stretch = STRETCH_ROWS / q > 1 ? STRETCH_ROWS / q : 1;
-        stretch = smaller(stretch, x.chunks());
-        stretches = (x.chunks() + stretch - 1) / stretch;
+        stretch = least(stretch, x.chunks());
+        stretches = ceil_div(x.chunks(), stretch);
         decays.lay_out(arena, x);
         chunk.first_row = arena.integers(x.chunk_len);
         b = arena.floats(q * R);
@@ -83,15 +86,13 @@ struct Sides {
     bool add;
 };
 
-static void fill_zero(float* x, int64_t n) { memset(x, 0, n * sizeof(float)); }
-
 // From d_mixed = d_y . v: mixed for the gradient of v, and the gradients of c . b (added), of w_now, of w_later as far as
 // the chunk itself reads it (d_later, per row), and of the log-decays between its pairs.
 static void weigh_pairs(const Arguments& x, const Chunk& c, const Decays& d, BackwardBuffers& at, float* d_w_now) {
     const float* product = at.product;
     float* d_product = at.d_product;
     int64_t Q = x.Q(), m = x.m, width = round_up(c.q, W);
-    fill_zero(at.d_later, Q);
+    clear(at.d_later, Q);
     // From the last token up: when token k is reached, d_later holds the pairs whose reader is k or later, and those of
     // them whose writer is earlier than k are the ones that k lies between.
     for (int64_t l = c.len - 1; l >= 0; l--) {
@@ -128,7 +129,7 @@ static void weigh_pairs(const Arguments& x, const Chunk& c, const Decays& d, Bac
 static void side_backward(const Arguments& x, int64_t q, const float* state, const float* right_t, const float* side_t,
                           const float* scale, float* d_side_t, float* d_scale) {
     int64_t P = x.P(), Q = x.Q();
-    fill_zero(d_scale, Q);
+    clear(d_scale, Q);
     column_tiles(round_up(q, W) / W, [&](auto columns, int64_t j) {
         constexpr int N = decltype(columns)::value;
         row_tiles(x.r, [&](auto rows, int64_t i) {
@@ -237,9 +238,9 @@ static void begin_sides(const Arguments& x, int64_t group, const Heads& heads, B
     transpose(at.b, R, c.q, x.r, at.b_t, Q, width);
     transpose(at.c, R, c.q, x.r, at.c_t, Q, width);
     lower_product(c.q, x.m, at.c, R, at.b_t, Q, x.r, at.product, Q);
-    fill_zero(at.d_product, c.q * Q);
-    fill_zero(at.d_b_t, x.r * Q);
-    fill_zero(at.d_c_t, x.r * Q);
+    clear(at.d_product, c.q * Q);
+    clear(at.d_b_t, x.r * Q);
+    clear(at.d_c_t, x.r * Q);
 }
 
 // The gradients of B and C from what the heads have added up: d_c = d_product b, d_b = d_product^T c, and the parts of
@@ -305,7 +306,7 @@ static Sides find_sides(const Arguments& x, const Gradients& grads, int64_t batc
 static void backward_heads(const Arguments& x, const Gradients& grads, const Heads& heads, const Heads& whole,
                            int64_t range) {
     BackwardBuffers at;
-    at.lay_out(x, heads.count(), scratch<0>(at.lay_out(x, heads.count(), nullptr)));
+    at.lay_out(x, heads.count(), scratch<SSD_CHUNK>(at.lay_out(x, heads.count(), nullptr)));
     int64_t P = x.P(), one = x.r * P, all = heads.count() * one, begin = (heads.batch * x.h + heads.first) * x.p * x.r;
     for (int64_t k = 0; k < heads.count(); k++) {
         transpose(x.state_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.kept + k * one, P, P);
@@ -316,8 +317,8 @@ static void backward_heads(const Arguments& x, const Gradients& grads, const Hea
         advance_heads(x, heads, n, at, n % at.stretch ? to : to - all, to);
     }
     for (int64_t k = at.stretches - 1; k >= 0; k--) {
-        int64_t start = k * at.stretch, stop = smaller(start + at.stretch, x.chunks());
-        memcpy(at.states, at.kept + k * all, all * sizeof(float));
+        int64_t start = k * at.stretch, stop = least(start + at.stretch, x.chunks());
+        copy(at.kept + k * all, all, at.states);
         for (int64_t n = start; n < stop - 1; n++) {
             float* entering = at.states + (n - start) * all;
             advance_heads(x, heads, n, at, entering, entering + all);
@@ -360,14 +361,16 @@ static void add_shares(const Arguments& x, const Gradients& grads) {
 }  // namespace MK_ISA
 
 MK_EXPORT(ssd_backward)(const void* arguments, const void* gradients) {
+    MK_BEGIN
     using namespace MK_ISA::ssd;
     const Arguments& x = *(const Arguments*)arguments;
     const Gradients& grads = *(const Gradients*)gradients;
     for_head_ranges(x, grads.ranges, [&](const Heads& whole, int64_t range) {
         for (int64_t head = whole.first; head < whole.last; head += HEADS_AT_ONCE) {
-            Heads heads{whole.batch, head, MK_ISA::smaller(head + HEADS_AT_ONCE, whole.last)};
+            Heads heads{whole.batch, head, MK_ISA::least(head + HEADS_AT_ONCE, whole.last)};
             backward_heads(x, grads, heads, whole, range);
         }
     });
     add_shares(x, grads);
+    MK_END
 }

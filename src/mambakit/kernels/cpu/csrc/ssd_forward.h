@@ -2,6 +2,7 @@
 // a group, neighbours in memory are read one after the other, and the states stay in the cache.
 #pragma once
 
+#include "border.h"
 #include "ssd.h"
 
 namespace MK_ISA {
@@ -84,7 +85,7 @@ static void forward_chunk(const Arguments& x, int64_t head, const Heads& heads, 
 
 static void forward_heads(const Arguments& x, const Heads& heads, float* y_bsmhp, float* last_bhpr) {
     ForwardBuffers at;
-    at.lay_out(x, heads.count(), scratch<0>(at.lay_out(x, heads.count(), nullptr)));
+    at.lay_out(x, heads.count(), scratch<SSD_CHUNK>(at.lay_out(x, heads.count(), nullptr)));
     int64_t P = x.P(), R = x.R(), Q = x.Q(), one = x.r * P, begin = (heads.batch * x.h + heads.first) * x.p * x.r;
     for (int64_t k = 0; k < heads.count(); k++)
         transpose(x.state_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.states + k * one, P, P);
@@ -108,8 +109,10 @@ static void forward_heads(const Arguments& x, const Heads& heads, float* y_bsmhp
 }  // namespace MK_ISA
 
 MK_EXPORT(ssd_forward)(const void* arguments, float* y_bsmhp, float* last_bhpr) {
+    MK_BEGIN
     using namespace MK_ISA::ssd;
     const Arguments& x = *(const Arguments*)arguments;
-    int64_t ranges = MK_ISA::smaller(MK_ISA::num_threads(), x.b * x.h);
+    int64_t ranges = MK_ISA::least(MK_ISA::num_threads(), x.b * x.h);
     for_head_ranges(x, ranges, [&](const Heads& heads, int64_t) { forward_heads(x, heads, y_bsmhp, last_bhpr); });
+    MK_END
 }
