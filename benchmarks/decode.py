@@ -28,7 +28,7 @@ from benchmarks.measure import gemm_task, interleaved, median, peak_bytes, progr
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig, quantize, stream
 from mambakit.kernels.cpu.library import kernel, why_missing
 from mambakit.models.quantization import quantization_report, weight_bytes
-from mambakit.ops.backends import auto_means
+from mambakit.ops.backends import use_backend
 from mambakit.tools.benchmark import module_flops
 
 PROMPTS = (512, 2048)
@@ -93,7 +93,7 @@ def matvecs(model: LanguageModel) -> Callable[[], Any]:
     inputs = {linear.in_features: torch.randn(1, linear.in_features) for linear in linears}
 
     def run() -> None:
-        with torch.no_grad(), auto_means("torch"):
+        with torch.no_grad(), use_backend("torch"):
             for linear in linears:
                 linear(inputs[linear.in_features])
 

@@ -1,8 +1,9 @@
 """Runs of a tiny trainer in processes of their own, forked so that torch is imported once. Not a test: tests start it.
 
-`python forked_runs.py kills FOLDER` and `python forked_runs.py ranks FOLDER`; results are the logs in FOLDER.
+`python forked_runs.py WHAT FOLDER` with one of the functions named at the end; results are the logs in FOLDER.
 """
 
+import copy
 import os
 import random
 import signal
@@ -13,13 +14,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree, rmtree
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
+from blocks import FAMILIES, make_block, tensors_of, tokens
+from compare import check
+from mambakit import generate
 from mambakit.text.tokens import Bytes
-from mambakit.training.processes import Ranks
+from mambakit.training.processes import Ranks, whole
 from mambakit.training.run import train
-from trainer_cases import Silent, losses, make_trainer
+from trainer_cases import Silent, losses, make_model, make_trainer
 
 KILLS = 20
 KILLED = {"steps": 40, "save_every": 3, "evaluate_every": 10, "optimizer": "muon"}
@@ -85,8 +92,8 @@ def kills(folder: Path) -> None:
     print(f"{killed} kills in {runs} runs")
 
 
-def spread(folder: Path, parallel: str, world: int, **changed) -> None:
-    """One run on so many ranks."""
+def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None]) -> None:
+    """So many processes that know each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -94,11 +101,16 @@ def spread(folder: Path, parallel: str, world: int, **changed) -> None:
     def one(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks = Ranks(parallel, "cpu")
-        train(make_trainer(ranks, **changed), folder, Bytes(), Silent())
+        work(ranks)
         ranks.close()
 
     codes = [outcome(child) for child in [forked(lambda rank=rank: one(rank)) for rank in range(world)]]
     assert codes == [0] * world, codes
+
+
+def spread(folder: Path, parallel: str, world: int, **changed) -> None:
+    """One run on so many ranks."""
+    on_ranks(parallel, world, lambda ranks: train(make_trainer(ranks, **changed), folder, Bytes(), Silent()) and None)
 
 
 def resumed(source: Path, target: Path, parallel: str, world: int, **changed) -> None:
@@ -123,6 +135,47 @@ def ranks(folder: Path) -> None:
     resumed(folder / "2-fsdp-muon", folder / "2-fsdp-then-2-ddp-muon", "ddp", 2, **muon)
 
 
+def shards(_: Path) -> None:
+    """Blocks with a share of each parameter on each of two ranks against whole ones; each rank has rows of its own."""
+    on_ranks("fsdp", 2, compare_shards)
+
+
+def compare_shards(ranks: Ranks) -> None:
+    for name in FAMILIES:
+        block = make_block(name)
+        sharded = fully_shard(copy.deepcopy(block))
+        x_bsd = tokens(block, 4, 6)
+        own_bsd = x_bsd[2 * ranks.rank : 2 * ranks.rank + 2]
+
+        def outputs(block: Any, x_bsd: Tensor) -> dict[str, Tensor]:
+            y_bsd, cache = block(x_bsd[:, :4], block.fresh_cache(len(x_bsd)))
+            y_bd, cache = block.step(x_bsd[:, 4], cache)
+            y_bd, cache = block.step(y_bd + x_bsd[:, 5], cache)
+            return {"forward": y_bsd, "step": y_bd, **tensors_of(cache)}
+
+        want, got = outputs(block, x_bsd), outputs(sharded, own_bsd)
+        own = slice(2 * ranks.rank, 2 * ranks.rank + 2)
+        check(1e-10, got, {key: tensor[own] for key, tensor in want.items()})
+        # The ranks' gradients are averaged.
+        for found, share in ((want, 0.5), (got, 1.0)):
+            (share * sum(tensor.square().sum() for tensor in found.values())).backward()
+        gradients = {key: whole(p.grad) for key, p in sharded.named_parameters() if p.grad is not None}
+        check(1e-9, gradients, {key: p.grad for key, p in block.named_parameters() if p.grad is not None})
+        with torch.no_grad():
+            y_bd, _ = sharded.step(own_bsd[:, 0])
+            check(1e-10, {"y": y_bd}, {"y": block.step(own_bsd[:, 0])[0]})
+        if ranks.is_first:
+            print(f"{name}: forward, step, cache and gradients are those of the whole block", flush=True)
+    learned = fully_shard(make_block("mamba2-learned"))
+    model = make_model()
+    ranks.shard(model)
+    for call in (lambda: learned.fresh_cache(1), lambda: generate(model, [1, 2], max_new_tokens=2)):
+        try:
+            call()
+        except ValueError as refusal:
+            print(refusal, flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"kills": kills, "ranks": ranks}[sys.argv[1]](Path(sys.argv[2]))
+    {"kills": kills, "ranks": ranks, "shards": shards}[sys.argv[1]](Path(sys.argv[2]))

@@ -200,6 +200,13 @@ def by_hand(model: LatentModel, x: Tensor) -> Tensor:
     return model.out(x)
 
 
+def rows_ahead(model: LatentModel, empty: Tensor, cache) -> Tensor:
+    """The outputs of all rows; `prime` returns the last."""
+    if model.class_tokens is not None:
+        return model.advance(empty, cache, {}, prime=True)[0]
+    return model.out(model.stack.advance(model.in_proj(empty), cache, {}, prime=True)[0])
+
+
 def in_parts(*cuts: int, prime: bool = False):
     def run(model, x):
         cache, outputs = model.fresh_cache(len(x), x.shape[1]), []
@@ -208,9 +215,7 @@ def in_parts(*cuts: int, prime: bool = False):
                 before = cache
                 _, cache = model.prime(cache)
                 if offset(cache) > offset(before):
-                    # The outputs of all rows; prime itself returns the last.
-                    empty = x[:, :0]
-                    outputs.append(model.advance(empty, before, prime=True)[0])
+                    outputs.append(rows_ahead(model, x[:, :0], before))
             y, cache = model(x[:, start:stop], cache)
             outputs.append(y)
         return torch.cat(outputs, 1)

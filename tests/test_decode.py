@@ -27,7 +27,7 @@ from mambakit import (
 from mambakit.inference.decoder import Decoder, StepByStep, make_decoder, why_not
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.models.schedules import Cyclic
-from mambakit.ops.backends import auto_means
+from mambakit.ops.backends import use_backend
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 VOCABULARY = 50
@@ -86,7 +86,7 @@ def check_steps(model: LanguageModel, rows: int = 3, steps: int = 12) -> None:
         decoder.load(cache)
         for _ in range(steps):
             ids_b = torch.randint(VOCABULARY, (rows,), generator=make)
-            with auto_means("torch"):
+            with use_backend("torch"):
                 _, cache = model.step(ids_b, cache)
                 want, exact = wide.step(ids_b, exact)
             assert error(decoder.step(ids_b), want, floor=1e-3) < 1e-5
@@ -312,11 +312,11 @@ def test_step_by_step_overwrites_its_own_states_only(name):
         decoder.load(loaded)
         entering = [t.clone() for t in tensors_of(loaded)]
         places = [cache._asdict().get("ssm_bhpr", cache[1]).data_ptr() for cache in decoder._cache]
-        with auto_means("torch"):
+        with use_backend("torch"):
             want, after = model.step(ids_b, loaded)
         assert error(decoder.step(ids_b), want) < 1e-6
         snapshot = decoder.cache()
-        with auto_means("torch"):
+        with use_backend("torch"):
             want, _ = model.step(ids_b, after)
         assert error(decoder.step(ids_b), want) < 1e-6
     if name != "mamba1":
@@ -327,7 +327,7 @@ def test_step_by_step_overwrites_its_own_states_only(name):
     before = [t.clone() for t in tensors_of(snapshot)]
     logits_bw, _ = model.step(ids_b, snapshot)
     logits_bw.sum().backward()
-    with torch.no_grad(), auto_means("torch"):
+    with torch.no_grad(), use_backend("torch"):
         model.step(ids_b, snapshot)
     assert all(map(torch.equal, tensors_of(snapshot), before))
 

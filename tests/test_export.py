@@ -16,7 +16,7 @@ from mambakit.inference.export import (
 )
 from mambakit.ops.decompositions import plain_selective_scan, plain_ssd
 from mambakit.ops.selective_scan import scan_tokens
-from mambakit.ops.ssd_recalculated import ssd_recalculated
+from mambakit.ops.ssd_recalculated import recalculated
 
 CONFIGS = {
     "mamba1": mk.Mamba1Config(d_model=16, state_rank=4),
@@ -113,12 +113,12 @@ def test_decompositions_equal_their_operators(segmented):
     segments = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 5]]) if segmented else None
     args = (normal(2, 7, 2, 4, 3), normal(2, 7, 2, 2, 5), normal(2, 7, 2, 2, 5), -normal(2, 7, 4).abs())
     args = (*args, normal(2, 7, 4), normal(2, 7, 4), normal(2, 4, 3, 5), segments, 3)
-    for one, other in zip(plain_ssd(*args), ssd_recalculated(*args), strict=True):
+    for one, other in zip(plain_ssd(*args, "torch"), recalculated(*args), strict=True):
         torch.testing.assert_close(one, other)
     fresh = None if segments is None else torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
     args = (normal(2, 7, 6), normal(2, 7, 6).abs(), -normal(6, 4).abs(), normal(2, 7, 2, 4), normal(2, 7, 2, 4))
-    args = (*args, normal(2, 6, 4), fresh)
-    for one, other in zip(plain_selective_scan(*args), scan_tokens(*args), strict=True):
+    args = (*args, normal(2, 6, 4), None, None, None, fresh, False)
+    for one, other in zip(plain_selective_scan(*args, "torch"), scan_tokens(*args), strict=True):
         torch.testing.assert_close(one, other)
 
 

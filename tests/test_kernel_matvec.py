@@ -14,7 +14,7 @@ from mambakit.blocks.modules import Linear
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import few_rows as matvec
-from mambakit.ops.backends import auto_means
+from mambakit.ops.backends import use_backend
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 FORMATS = {
@@ -96,11 +96,13 @@ def test_every_instruction_set(isa):
 @pytest.mark.parametrize("name", FORMATS)
 def test_operators(name):
     weights, x = FORMATS[name](make_linear(5, 64)), torch.randn(2, 3, 64)
-    tensors = [t.detach() for t in (weights.weight, weights.scales) if t is not None]
-    bias = None if weights.bias is None else weights.bias.detach()
-    torch.library.opcheck(matvec.OPERATORS[weights.format], (x, *tensors, bias))
+    weight, bias = weights.weight.detach(), None if weights.bias is None else weights.bias.detach()
+    scales = None if weights.scales is None else weights.scales.detach()
+    options = (weights.format, weights.group, "cpu")
+    torch.library.opcheck(matvec.FEW_ROWS.operator, (x, weight, scales, bias, *options))
     with FakeTensorMode() as mode:
-        y = matvec.OPERATORS[weights.format](*(mode.from_tensor(t) for t in (x, *tensors)), None)
+        faked = (None if t is None else mode.from_tensor(t) for t in (x, weight, scales))
+        (y,) = matvec.FEW_ROWS.operator(*faked, None, *options)
     assert (y.shape, y.dtype) == ((2, 3, 5), torch.float32)
 
 
@@ -115,19 +117,19 @@ def test_compile(name):
 def test_what_the_kernels_leave_to_torch():
     linear = make_linear(6, 40)
     weights, x = linear.stored(), torch.randn(2, 40)
-    assert not matvec.applies(x, weights), "with gradients"
+    assert matvec.multiply(x, weights) is None, "with gradients"
     with torch.no_grad():
-        assert matvec.applies(x, weights)
-        assert not matvec.applies(torch.randn(17, 40), weights)
-        assert not matvec.applies(x[:0], weights)
-        assert not matvec.applies(x.double(), weights)
-        assert not matvec.applies(x, weights._replace(weight=linear.weight.T.contiguous().T))
-        assert not matvec.applies(x, Int4Linear(linear, 8).stored())
-        assert not matvec.applies(x, Int8Linear(linear).half().stored())
-        with auto_means("torch"):
-            assert not matvec.applies(x, weights)
+        assert matvec.multiply(x, weights) is not None
+        assert matvec.multiply(torch.randn(17, 40), weights) is None
+        assert matvec.multiply(x[:0], weights) is None
+        assert matvec.multiply(x.double(), weights) is None
+        assert matvec.multiply(x, weights._replace(weight=linear.weight.T.contiguous().T)) is None
+        assert matvec.multiply(x, Int4Linear(linear, 8).stored()) is None
+        assert matvec.multiply(x, Int8Linear(linear).half().stored()) is None
+        with use_backend("torch"):
+            assert matvec.multiply(x, weights) is None
         with torch.autocast("cpu", torch.bfloat16):
-            assert not matvec.applies(x, weights)
+            assert matvec.multiply(x, weights) is None
         assert error(torch.vmap(linear)(x), nn.Linear.forward(linear, x)) < 1e-6
 
 
@@ -137,7 +139,7 @@ def test_linear(rows, backend):
     for shape in ((7, 33), (8, 64)):
         linear, x = make_linear(*shape), torch.randn(rows, shape[1])
         want = nn.Linear.forward(linear, x)
-        with torch.no_grad(), auto_means(backend):
+        with torch.no_grad(), use_backend(backend):
             assert error(linear(x), want) < 1e-6
             assert linear(x[None]).shape == (1, *want.shape)
             assert error(linear(x.mT.contiguous().mT), want) < 1e-6

@@ -14,15 +14,11 @@ from blocks import CONFIGS, make_block, random_cache, tokens
 from blocks import results as block_outcome
 from compare import check
 from mambakit import SsdPath
-from mambakit.kernels.cpu import causal_conv as conv_kernels
-from mambakit.kernels.cpu import mamba3_prepare as prepare_kernels
-from mambakit.kernels.cpu import norm as norm_kernels
-from mambakit.kernels.cpu import ranks as rank_kernels
 from mambakit.kernels.cpu.library import library, why_missing
-from mambakit.ops.causal_conv import causal_conv_in_parts
-from mambakit.ops.expand_ranks import expand_ranks
-from mambakit.ops.mamba3_prepare import mamba3_prepare
-from mambakit.ops.norm import finish, rms_norm
+from mambakit.ops.causal_conv import CAUSAL_CONV, causal_conv_in_parts
+from mambakit.ops.expand_ranks import EXPAND_RANKS, expand_ranks
+from mambakit.ops.mamba3_prepare import MAMBA3_PREPARE, mamba3_prepare
+from mambakit.ops.norm import FINISH, finish, rms_norm
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=f"no kernels: {why_missing()}")
 
@@ -225,27 +221,27 @@ def op_inputs() -> dict[str, tuple]:
     segments_bs, lengths_b = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 2]]), torch.tensor([5, 3])
     return {
         "conv": (
-            conv_kernels.causal_conv_cpu,
+            CAUSAL_CONV,
             (leaf(2, 5, 9), leaf(9, 4), leaf(9), leaf(2, 9, 4), None, None, [9], True),
         ),
         "conv packed": (
-            conv_kernels.causal_conv_cpu,
+            CAUSAL_CONV,
             (leaf(2, 5, 9), leaf(9, 3), None, None, segments_bs, lengths_b, [4, 2, 3], False),
         ),
         "finish": (
-            norm_kernels.finish_cpu,
+            FINISH,
             (leaf(6, 1, 8), leaf(6, 8), leaf(8), leaf(6, 8), None, None, None, leaf(8), 4, 1, 1e-5),
         ),
-        "ranks": (rank_kernels.expand_ranks_cpu, (leaf(5, 6), leaf(3, 6))),
+        "ranks": (EXPAND_RANKS, (leaf(5, 6), leaf(3, 6))),
         "prepare": (
-            prepare_kernels.mamba3_prepare_cpu,
+            MAMBA3_PREPARE,
             (
                 *(leaf(2, 5, 3, 1, 8), leaf(2, 5, 3, 1, 8), leaf(8), leaf(8), leaf(2, 3, 8), leaf(2, 3, 8)),
                 *(leaf(2, 5, 2), leaf(2, 5, 2), leaf(2, 2, 2), segments_bs, 1e-5, 1.0, True),
             ),
         ),
         "finish ranks": (
-            norm_kernels.finish_cpu,
+            FINISH,
             (leaf(6, 3, 8), leaf(6, 8), leaf(8), leaf(6, 8), leaf(3, 8), leaf(3, 8), leaf(3, 8), None, 8, 0, 1e-5),
         ),
     }
@@ -253,8 +249,8 @@ def op_inputs() -> dict[str, tuple]:
 
 @pytest.mark.parametrize("name", ["conv", "conv packed", "finish", "finish ranks", "prepare", "ranks"])
 def test_operators_are_what_torch_expects(name):
-    operator, inputs = op_inputs()[name]
-    torch.library.opcheck(operator, inputs)
+    operation, inputs = op_inputs()[name]
+    torch.library.opcheck(operation.operator, (*inputs, "cpu"))
 
 
 def test_norms_can_be_differentiated_twice():

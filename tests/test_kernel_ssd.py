@@ -18,6 +18,7 @@ from compare import check, gradients, leaves
 from mambakit import SsdPath, ssd
 from mambakit.kernels.cpu.library import INSTRUCTION_SETS, library
 from mambakit.kernels.cpu.ssd import _in_place
+from mambakit.ops.ssd import SSD
 from oracles.ssd import core
 
 KERNEL = SsdPath(backend="cpu")
@@ -186,9 +187,9 @@ def test_opcheck():
     for segments_bs in (None, random_segments(2, 11)):
         for chunk_len in (0, 4):
             options = (segments_bs, chunk_len)
-            torch.library.opcheck(torch.ops.mambakit.ssd_cpu.default, (*leaves(inputs).values(), *options))
-            given = (d_y.float(), d_state.float(), *inputs.values(), *options)
-            torch.library.opcheck(torch.ops.mambakit.ssd_cpu_backward.default, given)
+            torch.library.opcheck(SSD.operator, (*leaves(inputs).values(), *options, "cpu"))
+            given = ([d_y.float(), d_state.float()], *inputs.values(), *options, [True] * 7, "cpu")
+            torch.library.opcheck(SSD.operator_backward, given)
 
 
 def test_asked_for_by_name_it_runs_or_says_why_not():

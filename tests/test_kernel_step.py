@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from blocks import CONFIGS, MAKE, make_block, random_cache, tensors_of, tokens
 from compare import check, error, load_golden
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config, SsdPath
-from mambakit.blocks import fused_step
-from mambakit.kernels.cpu import step as kernels
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.ops import fused_step as step
+from mambakit.ops.operation import OPERATIONS
 from test_golden_blocks import build, official_states
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason="the kernels are not built")
@@ -25,6 +24,7 @@ pytestmark = pytest.mark.skipif(why_missing() is not None, reason="the kernels a
 TOLERANCE = 1e-5
 FUZZ = int(os.environ.get("MAMBAKIT_FUZZ", "200"))
 OPERATORS = {"mamba1": ("mamba1_step_conv", "mamba1_step"), "mamba2": ("mamba2_step",), "mamba3": ("mamba3_step",)}
+MAMBA1 = step.MAMBA1_STEP.kernels["cpu"]
 FUSED = [name for name, config in CONFIGS.items() if getattr(config, "rotation", "complex") == "complex"]
 
 
@@ -34,11 +34,11 @@ def ran(monkeypatch):
     names = []
 
     def recorded(name):
-        operator = getattr(step, name)
-        return lambda *args: names.append(name) or operator(*args)
+        run = OPERATIONS[name].run
+        return lambda kernel, inputs: names.append(name) or run(kernel, inputs)
 
     for name in (name for family in OPERATORS.values() for name in family):
-        monkeypatch.setattr(step, name, recorded(name))
+        monkeypatch.setattr(OPERATIONS[name], "run", recorded(name))
     return names
 
 
@@ -223,8 +223,7 @@ def fused(block, projected, cache) -> dict[str, Tensor]:
     """Everything but the output projection, which adds its own rounding."""
     seen = {}
     hook = block.out_proj.register_forward_pre_hook(lambda module, args: seen.update(y=args[0]))
-    function = getattr(fused_step, type(block).__name__.lower())
-    after = function(block, projected, cache, None, None, None)[1]
+    after = block.fused_step(projected, cache)[1]
     hook.remove()
     return {**seen, **tensors_of(after)}
 
@@ -241,45 +240,16 @@ def test_caches_are_never_written_into(name):
         assert tensor.data_ptr() != new.data_ptr()
 
 
-@torch.no_grad()
-def test_in_place():
-    """The functions behind the operators may write over what entered."""
-    for name in ("mamba2-groups", "mamba3-mimo"):
-        block = make_block(name, torch.float32)
-        projected, cache = block.in_proj(tokens(block, 2, 1))[:, 0], random_cache(block, 2)
-        family = name.split("-")[0]
-        arguments = operator_arguments(block, projected, cache)
-        y, *want = getattr(step, f"{family}_step")(*arguments)
-        own = [t.clone() for t in cache if isinstance(t, Tensor)]
-        arguments[1 : 1 + len(own)] = own
-        if family == "mamba2":
-            got = kernels.mamba2_step(*arguments, window_out=own[0], state_out=own[1])
-        else:
-            got = kernels.mamba3_step(*arguments, out=tuple(own))
-        assert torch.equal(got, y)
-        assert all(torch.equal(a, b) for a, b in zip(own, want, strict=True))
-    block = make_block("mamba1", torch.float32)
-    projected, (window, state) = block.in_proj(tokens(block, 2, 1))[:, 0], random_cache(block, 2)
-    conv = (block.conv1d.weight, block.conv1d.bias)
-    x, new = step.mamba1_step_conv(projected, window, *conv)
-    assert torch.equal(kernels.mamba1_step_conv(projected, window, *conv, window_out=window), x)
-    assert torch.equal(window, new)
-    rest = (projected, x, x, torch.cat([x, x], 1)[:, : 6 + 4], state, block.A_log, block.D)
-    y, new = step.mamba1_step(*rest)
-    assert torch.equal(kernels.mamba1_step_scan(*rest, state_out=state), y)
-    assert torch.equal(state, new)
-
-
 def operator_arguments(block, projected, cache) -> list:
     """What a block hands to its operator."""
     given = []
-    operator = f"{type(block).__name__.lower()}_step"
-    kept = getattr(step, operator)
-    setattr(step, operator, lambda *args: given.extend(args) or kept(*args))
+    operation = OPERATIONS[f"{type(block).__name__.lower()}_step"]
+    run = operation.run
+    operation.run = lambda kernel, inputs: given.extend(inputs) or run(kernel, inputs)
     try:
-        getattr(fused_step, type(block).__name__.lower())(block, projected[:, None], cache, None, None, None)
+        block.fused_step(projected[:, None], cache)
     finally:
-        setattr(step, operator, kept)
+        del operation.run
     return given
 
 
@@ -406,7 +376,7 @@ def test_golden_updates(case):
         for t in range(steps):
             value, gate, size = (v[:, t].flatten(1)[:, own] for v in (x["in.x"], z, dt))
             bc = torch.cat([x[name][:, t].reshape(batch, groups, r)[:, g] for name in ("in.B", "in.C")], 1)
-            y, state = step.mamba1_step(torch.cat([value, gate], 1), value, size, bc, state, A_log, D.flatten()[own])
+            y, state = MAMBA1(torch.cat([value, gate], 1), value, size, bc, state, A_log, D.flatten()[own])
             outputs.append(y)
         states.append(state)
     y = torch.stack(outputs).unflatten(0, (groups, steps)).permute(2, 1, 0, 3)
@@ -448,16 +418,16 @@ def test_opcheck(name):
     block = make_block(name, torch.float32)
     arguments = operator_arguments(block, block.in_proj(tokens(block, 2, 1))[:, 0], random_cache(block, 2))
     arguments = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
-    torch.library.opcheck(getattr(step, f"{name.split('-')[0]}_step"), tuple(arguments))
+    torch.library.opcheck(OPERATIONS[f"{name.split('-')[0]}_step"].operator, (*arguments, "cpu"))
 
 
 @torch.no_grad()
 def test_opcheck_of_mamba1():
     projected, window, state = torch.randn(2, 12), torch.randn(2, 6, 4), torch.randn(2, 6, 3)
     weight, bias, x = torch.randn(6, 1, 4), torch.randn(6), torch.randn(2, 6)
-    torch.library.opcheck(step.mamba1_step_conv, (projected, window, weight, bias))
+    torch.library.opcheck(step.MAMBA1_STEP_CONV.operator, (projected, window, weight, bias, "cpu"))
     rest = (torch.randn(2, 1 + 6), state, torch.randn(6, 3), bias)
-    torch.library.opcheck(step.mamba1_step, (projected, x, x, *rest))
+    torch.library.opcheck(step.MAMBA1_STEP.operator, (projected, x, x, *rest, "cpu"))
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -468,7 +438,7 @@ def test_sizes_that_do_not_fit_are_refused():
         for i in (0, 1, 3, 4, 5, 6, 7, 8):
             short = arguments[i][:, :-1] if i < 2 else arguments[i][:-1]
             with pytest.raises(ValueError, match=r"expected|fit"):
-                step.mamba2_step(*arguments[:i], short, *arguments[i + 1 :])
+                step.MAMBA2_STEP.operator(*arguments[:i], short, *arguments[i + 1 :], "cpu")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

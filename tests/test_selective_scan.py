@@ -12,9 +12,8 @@ from torch import Tensor
 
 from compare import GRADIENT, VALUE, check, gradients, leaves, load_golden
 from mambakit.kernels.cpu.library import why_missing
-from mambakit.kernels.cpu.selective_scan import selective_scan_cpu, selective_scan_cpu_backward
 from mambakit.ops import selective_scan as module
-from mambakit.ops.selective_scan import scan_tokens, scan_tokens_backward, selective_scan
+from mambakit.ops.selective_scan import SELECTIVE_SCAN, selective_scan
 from oracles.selective_scan import selective_scan_loop
 
 # Entries per block and fewest tokens in it, for rows of 6 channels and 3 state entries (18 entries a token).
@@ -219,7 +218,7 @@ def test_a_second_derivative_raises(backend):
     given = leaves(cast(draw(), backend))
     y_bsi, _ = selective_scan(**given, backend=backend)
     (d_x_bsi,) = torch.autograd.grad(y_bsi.square().sum(), given["x_bsi"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"selective_scan\w*_backward"):
+    with pytest.raises(RuntimeError, match="selective_scan has no second derivative here"):
         d_x_bsi.square().sum().backward()
 
 
@@ -528,9 +527,10 @@ def test_opcheck(dtype):
         x_bsi, b_bsgr, c_bsgr = (t.to(dtype) for t in (x_bsi, b_bsgr, c_bsgr))
     fresh_bs = torch.arange(9).expand(3, 9) == 5
     floats = (x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir)
-    torch.library.opcheck(scan_tokens, (*(t.clone().requires_grad_() for t in floats), fresh_bs))
-    needs = [True, False, True, True, False, True]
-    torch.library.opcheck(scan_tokens_backward, (x_bsi, state_bir, *floats, fresh_bs, needs))
+    around = (None, None, None, fresh_bs, False)
+    torch.library.opcheck(SELECTIVE_SCAN.operator, (*(t.clone().requires_grad_() for t in floats), *around, "torch"))
+    needs = [True, False, True, True, False, True, False, False, False]
+    torch.library.opcheck(SELECTIVE_SCAN.operator_backward, ([x_bsi, state_bir], *floats, *around, needs, "torch"))
 
 
 @no_kernels
@@ -540,16 +540,17 @@ def test_opcheck_of_the_kernel(state):
     floats = [*tensors.values(), *([] if state else [None]), torch.randn(130), torch.randn(3, 9, 130), torch.randn(130)]
     fresh_bs = torch.arange(9).expand(3, 9) == 5
     leaves = (None if t is None else t.clone().requires_grad_() for t in floats)
-    torch.library.opcheck(selective_scan_cpu, (*leaves, fresh_bs, True))
+    torch.library.opcheck(SELECTIVE_SCAN.operator, (*leaves, fresh_bs, True, "cpu"))
     needs = [t is not None and name != "b_bsgr" for name, t in zip([*tensors, *"hdzb"], floats, strict=False)]
     d_last_bir = torch.randn(3, 130, 3)
-    torch.library.opcheck(selective_scan_cpu_backward, (floats[0], d_last_bir, *floats, fresh_bs, True, needs))
+    given = ([floats[0], d_last_bir], *floats, fresh_bs, True, needs, "cpu")
+    torch.library.opcheck(SELECTIVE_SCAN.operator_backward, given)
 
 
 def test_the_kernel_is_refused_by_name():
-    with pytest.raises(ValueError, match='backend "cpu" needs'):
+    with pytest.raises(ValueError, match='backend "cpu" cannot run selective_scan'):
         selective_scan(**draw(), backend="cpu")
-    with pytest.raises(ValueError, match='backend "cpu" needs'):
+    with pytest.raises(ValueError, match='backend "cpu" cannot run selective_scan'):
         selective_scan(**draw_complex(), backend="cpu")
 
 
@@ -577,8 +578,7 @@ def test_exports_as_one_operator(backend):
     dynamic = {name: None if name == "a_ir" else {1: length} for name in tensors}
     exported = torch.export.export(Scan(), (), kwargs=tensors, dynamic_shapes=dynamic)
     called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
-    operator = torch.ops.mambakit.selective_scan.default if backend == "torch" else selective_scan_cpu
-    assert called.count(operator) == 1
+    assert called.count(SELECTIVE_SCAN.operator) == 1
     longer = cast(draw(state=False, s=21), backend)
     got, want = exported.module()(**longer), selective_scan_loop(**longer)
     check(VALUES[backend], dict(zip("ys", got, strict=True)), dict(zip("ys", want, strict=True)))

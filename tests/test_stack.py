@@ -1,18 +1,26 @@
 """Stacks and latent models: virtual layers, residuals, the gradient horizon, and the contract of a block."""
 
 import math
+import pickle
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
 
 from blocks import CONFIGS
 from compare import check
 from mambakit import caches
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.latent_model import LatentConfig, LatentModel
+from mambakit.models.layer import make_norm
 from mambakit.models.multi_gate import MultiGateConfig
 from mambakit.models.schedules import Custom, Cyclic, Stretched
 from mambakit.models.stack import Stack, StackConfig
@@ -451,3 +459,120 @@ def test_muon_gets_the_maps_of_the_mlp():
     }
     assert {(128, 8), (8, 128)} <= muon
     param_groups(stack)
+
+
+@pytest.mark.parametrize("rms_norm", [False, True])
+def test_norms_are_called_as_modules(rms_norm):
+    """What wraps or watches a norm counts, before each layer and after the last, in steps too."""
+    config = ModelConfig(block=CONFIGS["mamba2"], n_layer=2, d_intermediate=9, rms_norm=rms_norm, vocab_size=11)
+    model = LanguageModel(config)
+    norms = [model.backbone.norm_f, *(norm for layer in model.backbone.layers for norm in (layer.norm, layer.norm2))]
+    called = set()
+    for norm in norms:
+        norm.register_forward_hook(lambda module, *_: called.add(module))
+    _, cache = model(torch.tensor([[1, 2, 3]]))
+    assert called == set(norms)
+    called.clear()
+    model.step(torch.tensor([4]), cache)
+    assert called == set(norms)
+
+
+@pytest.mark.parametrize("rms_norm", [False, True])
+def test_norms_of_a_wide_residual(rms_norm):
+    """Computed wide, returned in the layer's dtype."""
+    norm = make_norm(8, rms_norm, 1e-5, dtype=torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.add_(torch.randn(8))
+    x = torch.randn(5, 8)
+    y = norm(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, deepcopy(norm).float()(x).bfloat16())
+
+
+@every
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_unknown_options_are_refused(name, checkpointed):
+    stack = make_stack(name)
+    stack.checkpoint_layers = checkpointed
+    for option in ("masks", "prime", "debug", "use_reentrant"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+            stack(tokens(stack, 1, 2), **{option: True})
+
+
+class Subclass(Stack):
+    """A class with another name, as `fully_shard` and `parametrize` make them too."""
+
+
+def copied(stack: Stack) -> Stack:
+    return deepcopy(stack)
+
+
+def pickled(stack: Stack) -> Stack:
+    return pickle.loads(pickle.dumps(stack))
+
+
+def subclassed(stack: Stack) -> Stack:
+    other = Subclass(stack.config, grad_horizon=stack.grad_horizon, dtype=torch.float64)
+    other.load_state_dict(stack.state_dict())
+    return other
+
+
+def parametrized(stack: Stack) -> Stack:
+    for layer in stack.layers:
+        for norm in (layer.norm, *([layer.norm2] if stack.config.d_intermediate else [])):
+            parametrize.register_parametrization(norm, "weight", torch.nn.Identity())
+    return stack
+
+
+@every
+@pytest.mark.parametrize("wrap", [copied, pickled, subclassed, parametrized])
+def test_wrapped_stacks(name, wrap):
+    """Outputs, caches and gradients of calls and steps."""
+    stack = make_stack(name)
+    x, cache = tokens(stack, 2, 3), caches.detach(stack(tokens(stack, 2, 2, seed=8))[1])
+    want = results(stack, forward, x, cache)
+    other = wrap(stack)
+    for run in (forward, steps):
+        got = results(other, run, x, cache)
+        check(1e-9, {n.replace("parametrizations.weight.original", "weight"): t for n, t in got.items()}, want)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@every
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+def test_sharded_stacks(name, one_rank):
+    """Shares of parameters are whole only while a module is called, so a step has to be a call."""
+    stack = make_stack(name)
+    x = tokens(stack, 2, 3)
+    want = {way.__name__: results(stack, way, x) for way in (forward, steps)}
+    for layer in stack.layers:
+        fully_shard(layer, mesh=one_rank)
+    fully_shard(stack, mesh=one_rank)
+    for way in (forward, steps):
+        stack.zero_grad()
+        inputs = x.clone().requires_grad_()
+        y, cache = way(stack, inputs, None)
+        out = {"y": y, **flat(cache)}
+        make = torch.Generator().manual_seed(5)
+        sum((t * torch.randn(t.shape, generator=make, dtype=t.dtype)).sum() for t in out.values()).backward()
+        grads = {n: p.grad.full_tensor() for n, p in stack.named_parameters() if p.grad is not None}
+        assert len(grads) > 2 or stack.grad_horizon == 0
+        out |= {f"d {n}": grad for n, grad in {"x": inputs.grad, **grads}.items()}
+        check(1e-9, out, {n: want[way.__name__][n] for n in out})
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+def test_a_sharded_language_model(one_rank):
+    model = LanguageModel(ModelConfig(block=CONFIGS["mamba2"], n_layer=2, vocab_size=11), dtype=torch.float64)
+    ids = torch.randint(0, 11, (2, 4))
+    with torch.no_grad():
+        want, last = model(ids)
+        fully_shard(model, mesh=one_rank)
+        got, cache = steps(model, ids, None)
+    check(1e-10, {"y": got, **flat(cache)}, {"y": want, **flat(last)})

@@ -1,5 +1,7 @@
 """mambakit: Mamba-1, Mamba-2 and Mamba-3 state-space models for PyTorch, on any device."""
 
+import mambakit.kernels.cpu
+import mambakit.kernels.triton  # noqa: F401 - both register what they have behind the operations
 from mambakit.blocks import caches
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
@@ -24,7 +26,9 @@ from mambakit.models.schedules import (
     SymmetricStretched,
 )
 from mambakit.models.stack import Stack, StackConfig
+from mambakit.ops.backends import use_backend
 from mambakit.ops.causal_conv import causal_conv
+from mambakit.ops.operation import explain
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput
@@ -76,6 +80,7 @@ __all__ = [
     "caches",
     "causal_conv",
     "depth_aware_bias",
+    "explain",
     "generate",
     "load_model",
     "quantize",
@@ -85,4 +90,5 @@ __all__ = [
     "ssd",
     "stream",
     "trapezoid",
+    "use_backend",
 ]

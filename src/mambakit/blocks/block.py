@@ -6,22 +6,47 @@ needs.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.param_groups import param_groups
 from mambakit.ops.ssd_path import SsdPath
 
+Config = TypeVar("Config", bound=BlockConfig)
 Cache = TypeVar("Cache", bound=tuple[Any, ...])
 
 
-class Block(nn.Module, ABC, Generic[Cache]):
-    """What the three families say in the same words: how a block is called. What it computes is its `run`."""
+class Options(TypedDict, total=False):
+    """What blocks, layers, stacks and models take by name in `forward`, and hand down; see `Block.forward`."""
 
-    config: Any
+    path: SsdPath | None
+    mask_bs: Tensor | None
+    reset_bs: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class Block(nn.Module, ABC, Generic[Config, Cache]):
+    """What all families say in the same words: how a block is made and called. What it computes is its `run`."""
+
+    config_class: type[Any]
+    cache_class: type[Any]
+    config: Config
+
+    def __init__(self, config: Config | None = None, **fields: Any):
+        super().__init__()
+        wanted = f"{type(self).__name__} takes a {self.config_class.__name__}, or its fields as keywords"
+        if config is None and not fields:
+            raise ValueError(f"{wanted}, got neither")
+        if config is not None and fields:
+            raise ValueError(f"{wanted}, and got both: {', '.join(fields)} beside a config")
+        if config is not None and not isinstance(config, self.config_class):
+            raise ValueError(f"{wanted}, got {type(config).__name__}")
+        self.config = self.config_class.from_dict(fields) if config is None else config
 
     @property
     def d_model(self) -> int:
@@ -29,7 +54,7 @@ class Block(nn.Module, ABC, Generic[Cache]):
 
     @property
     def state_rank(self) -> int:
-        return self.config.state_rank
+        return self.config.state_rank  # type: ignore[attr-defined]  # where a family has one
 
     @abstractmethod
     def fresh_cache(self, batch: int) -> Cache:
@@ -38,6 +63,17 @@ class Block(nn.Module, ABC, Generic[Cache]):
     @abstractmethod
     def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         """Of a cache's tensors, by field."""
+
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """In the dtype and on the device of a parameter, and a plain tensor even where that is a share of one."""
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def learned(self, name: str, batch: int) -> Tensor:
+        """A parameter for each row."""
+        parameter = getattr(self, name)
+        if hasattr(parameter, "full_tensor"):
+            raise ValueError(f"{name} is a share of a parameter until the block runs; call it without a cache")
+        return parameter.expand(batch, *parameter.shape)
 
     @abstractmethod
     def run(
@@ -76,7 +112,8 @@ class Block(nn.Module, ABC, Generic[Cache]):
         if mask_bs is None and cu_seqlens is None:
             if ids_bs is not None and s:
                 cache = restart(self, cache, ids_bs[:, 0] > 0)
-            return self.run(x_bsd, cache, path, ids_bs, None)
+            with SsdPath.of(path).around():
+                return self.run(x_bsd, cache, path, ids_bs, None)
 
         if mask_bs is not None:
             check_flags("mask_bs", mask_bs, x_bsd)
@@ -85,7 +122,8 @@ class Block(nn.Module, ABC, Generic[Cache]):
         if ids_bs is not None:
             segments, entering, leaving = layout.resets(ids_bs)
             cache = restart(self, cache, entering)
-        y_rld, cache = self.run(layout.gather(x_bsd), cache, path, segments, layout.lengths_r)
+        with SsdPath.of(path).around():
+            y_rld, cache = self.run(layout.gather(x_bsd), cache, path, segments, layout.lengths_r)
         if leaving is not None:
             cache = restart(self, cache, leaving)
         return layout.scatter(y_rld, b, s), cache
@@ -165,7 +203,7 @@ def lay_out(
     return Layout(take_rl.gather(1, nearest_rl), lengths_r, back_n, present_n, last_n)
 
 
-def restart(block: Block[Cache], cache: Cache, fresh_b: Tensor) -> Cache:
+def restart(block: Block[Any, Cache], cache: Cache, fresh_b: Tensor) -> Cache:
     """`cache` with the rows of `fresh_b` as a fresh cache has them."""
     new = block.fresh_cache(len(fresh_b))
     pairs = zip(new, cache, strict=True)
@@ -187,7 +225,7 @@ def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
     return dt_bsX.masked_fill(beyond_bs[..., None], 0)
 
 
-def check_input(block: Block, x_bsd: Tensor) -> None:
+def check_input(block: Any, x_bsd: Tensor) -> None:
     if not isinstance(x_bsd, Tensor) or x_bsd.dim() != 3:
         given = tuple(x_bsd.shape) if isinstance(x_bsd, Tensor) else type(x_bsd).__name__
         raise ValueError(f"x_bsd needs 3 axes (batch, sequence, d_model = {block.d_model}), got {given}")
@@ -195,18 +233,18 @@ def check_input(block: Block, x_bsd: Tensor) -> None:
         raise ValueError(f"x_bsd is {x_bsd.shape[2]} wide, but this block's d_model is {block.d_model}")
 
 
-def check_token(block: Block, x_bd: Tensor) -> None:
+def check_token(block: Any, x_bd: Tensor) -> None:
     if not isinstance(x_bd, Tensor) or x_bd.dim() != 2:
         given = tuple(x_bd.shape) if isinstance(x_bd, Tensor) else type(x_bd).__name__
         raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")
 
 
 def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
-    family, expected = type(block).__name__, block.cache_shapes(rows)
-    device, double = x_bsd.device, x_bsd.dtype == torch.float64
-    if type(cache).__name__ != f"{family}Cache":
-        raise ValueError(f"{family} needs a {family}Cache, got {type(cache).__name__}; fresh_cache() makes one")
-    for name, shape in expected.items():
+    device, double, kind = x_bsd.device, x_bsd.dtype == torch.float64, block.cache_class
+    if not isinstance(cache, kind):
+        given = type(cache).__name__
+        raise ValueError(f"{type(block).__name__} needs a {kind.__name__}, got {given}; fresh_cache() makes one")
+    for name, shape in block.cache_shapes(rows).items():
         tensor = getattr(cache, name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {shape} for {rows} rows")

@@ -18,22 +18,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from mambakit.blocks.mamba1 import Mamba1Cache
-from mambakit.blocks.mamba2 import Mamba2Cache
-from mambakit.blocks.mamba3 import Mamba3Cache
+from mambakit.blocks.family import FAMILIES
 
 Cache = TypeVar("Cache")
 Kind = TypeVar("Kind", bound=type)
 
-KINDS: dict[str, type] = {kind.__name__: kind for kind in (Mamba1Cache, Mamba2Cache, Mamba3Cache)}
+KINDS: dict[str, type] = {}
+"""What `save` and `load` know beside the families' caches."""
 SETTINGS = (str, bool, int, float, type(None))
 FORMAT = "1"
 
 
 def register(kind: Kind) -> Kind:
     """Let `save` and `load` know a `NamedTuple` by its name; usable as a decorator."""
-    if KINDS.setdefault(kind.__name__, kind) is not kind:
+    if _kinds().get(kind.__name__, kind) is not kind:
         raise ValueError(f"a kind of cache named {kind.__name__} is already known; choose another name")
+    KINDS[kind.__name__] = kind
     return kind
 
 
@@ -167,6 +167,10 @@ class History:
         return self._kept[-1]
 
 
+def _kinds() -> dict[str, type]:
+    return {**KINDS, **{family.cache.__name__: family.cache for family in FAMILIES.values()}}
+
+
 def _change(cache: Cache, change: Callable[[str, Tensor], Tensor]) -> Cache:
     return _combine([cache], lambda where, tensors: change(where, tensors[0]), "cache")
 
@@ -226,7 +230,7 @@ def _describe(node: Any, where: str, tensors: dict[str, Tensor]) -> dict[str, An
     kind = type(node)
     if kind in (list, tuple):
         return {kind.__name__: parts}
-    if KINDS.get(kind.__name__) is not kind:
+    if _kinds().get(kind.__name__) is not kind:
         raise ValueError(f"{where} is a {kind.__name__}, which load would not know; caches.register({kind.__name__})")
     return {"kind": kind.__name__, "fields": dict(zip(node._fields, parts, strict=True))}
 
@@ -238,7 +242,9 @@ def _restore(structure: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     if "setting" in structure:
         return structure["setting"]
     if "kind" in structure:
-        return KINDS[structure["kind"]](**{name: _restore(part, tensors) for name, part in structure["fields"].items()})
+        return _kinds()[structure["kind"]](
+            **{name: _restore(part, tensors) for name, part in structure["fields"].items()}
+        )
     sequence = list if "list" in structure else tuple
     return sequence(_restore(part, tensors) for part in structure[sequence.__name__])
 

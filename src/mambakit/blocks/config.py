@@ -1,9 +1,9 @@
-"""What the configs of the three families share: JSON both ways, and checks that say what to change."""
+"""What configs share: JSON both ways, and checks that say what to change."""
 
 import json
 import math
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +32,14 @@ class Config:
     @classmethod
     def from_json(cls, text: str) -> "Self":
         return cls.from_dict(json.loads(text))
+
+
+class BlockConfig(Config):
+    """Base of the families' configs, which are dataclasses."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    d_model: int
 
 
 def _plain(value: Any) -> Any:

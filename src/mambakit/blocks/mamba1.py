@@ -1,4 +1,4 @@
-"""Mamba-1: its config, its cache, its block."""
+"""Mamba-1: its config, its cache, its block, its record."""
 
 import math
 from dataclasses import dataclass
@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks import fused_step
-from mambakit.blocks.config import Config, check_positive
-from mambakit.blocks.modules import CausalConv1d, Linear, convolve_silu, init_dt_bias, mark
+from mambakit.blocks.config import BlockConfig, check_positive
+from mambakit.blocks.family import Family, FusedStep, register
+from mambakit.blocks.modules import CausalConv1d, Linear, convolve_silu, init_dt_bias, is_plain, is_step, mark
 from mambakit.ops.activations import softplus
+from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, take_step
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba1Config(Config):
+class Mamba1Config(BlockConfig):
     d_model: int
     expand: float = 2
     state_rank: int = 16
@@ -60,12 +61,14 @@ class Mamba1Cache(NamedTuple):
     ssm_bir: Tensor
 
 
-class Mamba1(rows.Block[Mamba1Cache]):
+class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
     """A Mamba-1 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
 
-    def __init__(self, config: Mamba1Config, *, device: Any = None, dtype: Any = None):
-        super().__init__()
-        self.config = config
+    config_class, cache_class = Mamba1Config, Mamba1Cache
+
+    def __init__(self, config: Mamba1Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
+        super().__init__(config, **fields)
+        config = self.config
         made = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         i, r = config.d_inner, config.state_rank
@@ -112,7 +115,7 @@ class Mamba1(rows.Block[Mamba1Cache]):
     def fresh_cache(self, batch: int) -> Mamba1Cache:
         shapes = self.cache_shapes(batch)
         return Mamba1Cache(
-            self.D.new_zeros(shapes["conv_bik"], dtype=self.conv1d.weight.dtype), self.D.new_zeros(shapes["ssm_bir"])
+            self.zeros(shapes["conv_bik"], like=self.conv1d.weight), self.zeros(shapes["ssm_bir"], like=self.D)
         )
 
     def run(
@@ -128,11 +131,11 @@ class Mamba1(rows.Block[Mamba1Cache]):
             raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
         r = self.config.state_rank
         projected_bsX = self.in_proj(x_bsd)
-        if fused := fused_step.mamba1(self, projected_bsX, cache, path, segments_bs, lengths_b):
+        if is_step(self, projected_bsX, segments_bs, lengths_b) and (fused := self.fused_step(projected_bsX, cache)):
             return fused
         x_bsi, z_bsi = projected_bsX.chunk(2, dim=-1)
         (x_bsi,), window_bik = convolve_silu(
-            self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b, path.backend
+            self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b
         )
         dt_bsR, b_bsr, c_bsr = self.x_proj(x_bsi).split((self.config.dt_width, r, r), dim=-1)
         dt_bsi = self.dt_proj(dt_bsR)
@@ -153,3 +156,51 @@ class Mamba1(rows.Block[Mamba1Cache]):
             backend=path.backend,
         )
         return self.out_proj(y_bsi.to(z_bsi.dtype)), Mamba1Cache(window_bik, state_bir)
+
+    def fused_step(self, projected_bsX: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache] | None:
+        """What `run` returns for one token, by kernels; None where they do not apply."""
+        if not is_plain(self.conv1d, CausalConv1d):
+            return None
+        fields, projected_bX = step_fields(self), projected_bsX[:, 0]
+        convolved = take_step(MAMBA1_STEP_CONV, (projected_bX, cache.conv_bik), fields)
+        if convolved is None:
+            return None
+        x_bi, window_bik = convolved
+        dt_b_c_bX = self.x_proj(x_bi[:, None])
+        dt_bsi = self.dt_proj(dt_b_c_bX[..., : self.config.dt_width])
+        scanned = take_step(MAMBA1_STEP, (projected_bX, x_bi, dt_bsi[:, 0], dt_b_c_bX[:, 0], cache.ssm_bir), fields)
+        if scanned is None:
+            return None
+        y_bi, state_bir = scanned
+        return self.out_proj(y_bi[:, None]), Mamba1Cache(window_bik, state_bir)
+
+
+def step_fields(block: Mamba1) -> dict[str, Tensor | float | None]:
+    config, conv = block.config, block.conv1d
+    return {
+        **{"channels": config.d_inner, "r": config.state_rank, "k": config.conv_kernel},
+        **{"conv_weight": conv.weight, "conv_bias": conv.bias, "A_log": block.A_log, "D": block.D},
+    }
+
+
+FAMILY = register(
+    Family(
+        name="mamba1",
+        title="Mamba-1",
+        block=Mamba1,
+        sizes={
+            "d_inner": ("out_proj.weight", 1, "d_inner"),
+            "state_rank": ("A_log", 1, "state_rank"),
+            "dt_rank": ("dt_proj.weight", 1, "dt_width"),
+        },
+        resolved={"dt_rank": "dt_width"},
+        example={"d_model": 24, "state_rank": 5},
+        step=FusedStep(
+            operation=MAMBA1_STEP,
+            fields=step_fields,
+            prepared=lambda block: {"A": -torch.exp(block.A_log.detach())},
+            places={"conv_bik": "window", "ssm_bir": "state"},
+            why_not=lambda block: None if type(block.dt_proj) is Linear else "has a quantized dt_proj",
+        ),
+    )
+)

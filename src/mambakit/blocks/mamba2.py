@@ -1,4 +1,4 @@
-"""Mamba-2: its config, its cache, its block."""
+"""Mamba-2: its config, its cache, its block, its record."""
 
 import math
 from dataclasses import dataclass
@@ -9,26 +9,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks import fused_step
-from mambakit.blocks.config import Config, check_divides, check_positive, check_range
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range
+from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
 from mambakit.blocks.modules import (
     CausalConv1d,
     GatedRMSNorm,
     Linear,
-    around_scan,
     convolve_silu,
     init_dt_bias,
     is_plain,
+    is_step,
     mark,
 )
 from mambakit.ops.activations import step_size
-from mambakit.ops.norm import finish, plain_norm
-from mambakit.ops.ssd import learned_start, one_token, scan
+from mambakit.ops.fused_step import MAMBA2_STEP, take_step
+from mambakit.ops.norm import finish
+from mambakit.ops.ssd import learned_start, scan
 from mambakit.ops.ssd_path import SsdPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba2Config(Config):
+class Mamba2Config(BlockConfig):
     d_model: int
     expand: float = 2
     state_rank: int = 128
@@ -95,12 +96,14 @@ class Mamba2Cache(NamedTuple):
     ssm_bhpr: Tensor
 
 
-class Mamba2(rows.Block[Mamba2Cache]):
+class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
     """A Mamba-2 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
 
-    def __init__(self, config: Mamba2Config, *, device: Any = None, dtype: Any = None):
-        super().__init__()
-        self.config = config
+    config_class, cache_class = Mamba2Config, Mamba2Cache
+
+    def __init__(self, config: Mamba2Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
+        super().__init__(config, **fields)
+        config = self.config
         made = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         h, p, v = config.nheads, config.per_head_dim, config.conv_dim
@@ -155,10 +158,10 @@ class Mamba2(rows.Block[Mamba2Cache]):
     def fresh_cache(self, batch: int) -> Mamba2Cache:
         """Nothing seen yet; the state is the learned one where there is one."""
         shapes = self.cache_shapes(batch)
-        window_bvk = self.D.new_zeros(shapes["conv_bvk"], dtype=self.conv1d.weight.dtype)
+        window_bvk = self.zeros(shapes["conv_bvk"], like=self.conv1d.weight)
         if self.config.learnable_init_states:
-            return Mamba2Cache(window_bvk, self.init_states.expand(batch, -1, -1, -1))
-        return Mamba2Cache(window_bvk, self.D.new_zeros(shapes["ssm_bhpr"]))
+            return Mamba2Cache(window_bvk, self.learned("init_states", batch))
+        return Mamba2Cache(window_bvk, self.zeros(shapes["ssm_bhpr"], like=self.D))
 
     def run(
         self,
@@ -171,17 +174,13 @@ class Mamba2(rows.Block[Mamba2Cache]):
         config, path = self.config, SsdPath.of(path)
         width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
         projected_bsX = self.in_proj(x_bsd)
-        if fused := fused_step.mamba2(self, projected_bsX, cache, path, segments_bs, lengths_b):
+        if is_step(self, projected_bsX, segments_bs, lengths_b) and (fused := self.fused_step(projected_bsX, cache)):
             return fused
-        if segments_bs is None and lengths_b is None and self.is_plain_step(projected_bsX, cache, path):
-            y_bi, cache = self.run_token(projected_bsX[:, 0], cache)
-            return self.out_proj(y_bi[:, None]), cache
         z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = projected_bsX.split(
             (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
         )
-        backend = around_scan(path)
         (x_bsi, b_bsG, c_bsG), window_bvk = convolve_silu(
-            self.conv1d, xbc_bsv, cache.conv_bvk, [width, gr, gr], segments_bs, lengths_b, backend
+            self.conv1d, xbc_bsv, cache.conv_bvk, [width, gr, gr], segments_bs, lengths_b
         )
         x_bshp = x_bsi.unflatten(-1, (config.nheads, config.per_head_dim))
         b_bsmgr, c_bsmgr = (t.unflatten(-1, (1, config.ngroups, config.state_rank)) for t in (b_bsG, c_bsG))
@@ -196,53 +195,24 @@ class Mamba2(rows.Block[Mamba2Cache]):
             y_start, state_start = learned_start(self.init_states, c_bsmgr, da_bsh, segments_bs)
             y_bsmhp, state_bhpr = y_bsmhp + y_start.to(y_bsmhp.dtype), state_bhpr + state_start
 
-        y_bsi = self.gate(y_bsmhp.flatten(-2), x_bsi, z_bsi, backend)
+        y_bsi = self.gate(y_bsmhp.flatten(-2), x_bsi, z_bsi)
         if mlp:
             y_bsi = torch.cat([F.silu(z_mlp) * x_mlp, y_bsi], -1)
         return self.out_proj(y_bsi), Mamba2Cache(window_bvk, state_bhpr)
 
-    def is_plain_step(self, projected_bsX: Tensor, cache: Mamba2Cache, path: SsdPath) -> bool:
-        """Whether `run_token` may take this: one token in one wide dtype, no gradients, modules that nothing wraps."""
-        if projected_bsX.shape[1] != 1 or path.backend == "cpu" or torch.is_grad_enabled():
-            return False
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(projected_bsX.device.type):
-            return False
+    def fused_step(self, projected_bsX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache] | None:
+        """What `run` returns for one token, by a kernel; None where none applies."""
         if not is_plain(self.conv1d, CausalConv1d) or (self.config.rmsnorm and not is_plain(self.norm, GatedRMSNorm)):
-            return False
-        dtypes = {projected_bsX.dtype, cache.conv_bvk.dtype, cache.ssm_bhpr.dtype, self.D.dtype}
-        return dtypes in ({torch.float32}, {torch.float64})
+            return None
+        stepped = take_step(MAMBA2_STEP, (projected_bsX[:, 0], *cache), step_fields(self))
+        return None if stepped is None else (self.out_proj(stepped[0][:, None]), Mamba2Cache(*stepped[1:]))
 
-    def run_token(self, projected_bX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache]:
-        """What `run` computes between the projections, in as few operators as one token needs."""
-        config, conv = self.config, self.conv1d
-        width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
-        z_mlp, x_mlp, z_bi, xbc_bv, dt_bh = projected_bX.split((mlp, mlp, width, config.conv_dim, config.nheads), 1)
-        # Channels last in memory: numbers that are added up lie apart, which is faster.
-        window_bvk = torch.cat((cache.conv_bvk.mT[:, 1:], xbc_bv[:, None]), 1).mT
-        xbc_bv = (window_bvk * conv.weight.squeeze(1)).sum(-1)
-        xbc_bv = F.silu(xbc_bv if conv.bias is None else xbc_bv + conv.bias)
-        x_bi, b_bG, c_bG = xbc_bv.split((width, gr, gr), 1)
-        x_bmhp = x_bi.view(-1, 1, config.nheads, config.per_head_dim)
-        b_bmgr, c_bmgr = (t.view(-1, 1, config.ngroups, config.state_rank) for t in (b_bG, c_bG))
-        dt_bh = step_size(dt_bh, self.dt_bias, config.dt_limit)
-        da_bh = -dt_bh * torch.exp(self.A_log)
-        y_bmhp, state_bhpr = one_token(x_bmhp, b_bmgr, c_bmgr, da_bh, dt_bh, dt_bh, cache.ssm_bhpr)
-        y_bi = torch.addcmul(y_bmhp, x_bmhp, self.D.view(config.nheads, -1)).view(-1, width)
-        if config.rmsnorm:
-            norm = self.norm
-            y_bi = plain_norm(y_bi, z_bi, norm.weight, norm.eps, norm.group_size or width, norm.norm_before_gate)
-        else:
-            y_bi = y_bi * F.silu(z_bi)
-        if mlp:
-            y_bi = torch.cat([F.silu(z_mlp) * x_mlp, y_bi], -1)
-        return y_bi, Mamba2Cache(window_bvk, state_bhpr)
-
-    def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor, backend: str) -> Tensor:
+    def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor) -> Tensor:
         """Skip, gate and norm."""
         config = self.config
         skip_i = self.D.view(config.nheads, -1).expand(-1, config.per_head_dim).flatten()
         if not config.rmsnorm:
-            return finish(y_bsmi, x_bsi, skip_i, z_bsi, backend=backend)
+            return finish(y_bsmi, x_bsi, skip_i, z_bsi)
         norm = self.norm
         if not is_plain(norm, GatedRMSNorm):
             return norm((y_bsmi[:, :, 0] + skip_i * x_bsi).to(z_bsi.dtype), z_bsi)
@@ -255,5 +225,40 @@ class Mamba2(rows.Block[Mamba2Cache]):
             norm.eps,
             group_size=norm.group_size,
             norm_before_gate=norm.norm_before_gate,
-            backend=backend,
         )
+
+
+def step_fields(block: Mamba2) -> dict[str, Tensor | float | None]:
+    config, conv = block.config, block.conv1d
+    norm = block.norm if config.rmsnorm else None
+    return {
+        **{"heads": config.nheads, "p": config.per_head_dim, "r": config.state_rank, "groups": config.ngroups},
+        **{"k": config.conv_kernel, "mlp": config.d_inner - config.ssm_width},
+        **{"conv_weight": conv.weight, "conv_bias": conv.bias},
+        **{"dt_bias": block.dt_bias, "A_log": block.A_log, "D": block.D},
+        "norm_weight": None if norm is None else norm.weight,
+        "norm_group": config.norm_width if norm is None else norm.group_size,
+        "norm_eps": 0.0 if norm is None else norm.eps,
+        **dict(zip(("dt_low", "dt_high"), config.dt_limit, strict=True)),
+        "D_per_channel": config.D_has_hdim,
+        "norm_before_gate": norm is not None and norm.norm_before_gate,
+    }
+
+
+FAMILY = register(
+    Family(
+        name="mamba2",
+        title="Mamba-2",
+        block=Mamba2,
+        sizes={
+            "d_inner": ("out_proj.weight", 1, "d_inner"),
+            "nheads": ("dt_bias", 0, "nheads"),
+            "conv_dim": ("conv1d.weight", 0, "conv_dim"),
+        },
+        resolved={"d_ssm": "ssm_width", "norm_group_size": "norm_width"},
+        flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.ngroups),
+        at_hand={"state_rank": 64},
+        example={"d_model": 24, "state_rank": 10, "per_head_dim": 12, "ngroups": 2},
+        step=FusedStep(operation=MAMBA2_STEP, fields=step_fields, places={"conv_bvk": "window", "ssm_bhpr": "state"}),
+    )
+)

@@ -1,4 +1,4 @@
-"""Mamba-3: its config, its cache, its block."""
+"""Mamba-3: its config, its cache, its block, its record."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks import fused_step
-from mambakit.blocks.config import Config, check_divides, check_positive, check_range
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range
+from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
 from mambakit.blocks.fixed_point import response
-from mambakit.blocks.modules import Linear, RMSNorm, around_scan, init_dt_bias, is_plain, last_token, mark
+from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, is_step, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus, step_size
 from mambakit.ops.expand_ranks import expand_ranks
+from mambakit.ops.fused_step import MAMBA3_STEP, take_step
 from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
 from mambakit.ops.norm import finish
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
@@ -30,7 +31,7 @@ next call and give back larger ones, and then touching fresh memory takes longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba3Config(Config):
+class Mamba3Config(BlockConfig):
     d_model: int
     expand: float = 2
     state_rank: int = 128
@@ -157,12 +158,14 @@ class Token(NamedTuple):
     rot_bsR: Tensor
 
 
-class Mamba3(rows.Block[Mamba3Cache]):
+class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
     """A Mamba-3 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
 
-    def __init__(self, config: Mamba3Config, *, device: Any = None, dtype: Any = None):
-        super().__init__()
-        self.config = config
+    config_class, cache_class = Mamba3Config, Mamba3Cache
+
+    def __init__(self, config: Mamba3Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
+        super().__init__(config, **fields)
+        config = self.config
         made = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         h, m, p, r = config.nheads, config.ranks, config.per_head_dim, config.state_rank
@@ -230,19 +233,19 @@ class Mamba3(rows.Block[Mamba3Cache]):
         """Nothing seen yet; the state is the learned one where there is one."""
         shapes = self.cache_shapes(batch)
         if self.config.learnable_init_states:
-            ssm_bhpr = self.init_states.expand(batch, -1, -1, -1)
+            ssm_bhpr = self.learned("init_states", batch)
         else:
-            ssm_bhpr = self.D.new_zeros(shapes["ssm_bhpr"])
-        narrow = self.B_norm.weight.dtype
+            ssm_bhpr = self.zeros(shapes["ssm_bhpr"], like=self.D)
+        narrow = self.B_norm.weight
         return Mamba3Cache(
             ssm_bhpr,
-            self.D.new_zeros(shapes["k_state_bmhr"], dtype=narrow),
-            self.D.new_zeros(shapes["v_state_bhp"], dtype=narrow),
+            self.zeros(shapes["k_state_bmhr"], like=narrow),
+            self.zeros(shapes["v_state_bhp"], like=narrow),
             self.no_rotation(batch),
         ).with_pathway(pathway)
 
     def no_rotation(self, batch: int) -> Tensor:
-        rotation = self.D.new_zeros(batch, *self.config.rotation_shape)
+        rotation = self.zeros((batch, *self.config.rotation_shape), like=self.D)
         return rotation + rotation.new_tensor(IDENTITY) if self.config.rotation == "quaternion" else rotation
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
@@ -250,12 +253,12 @@ class Mamba3(rows.Block[Mamba3Cache]):
         rows.check_token(self, x_bd)
         rows.check_input(self, x_bd[:, None])
         token = self.describe(self.in_proj(x_bd[:, None]), None)
-        v_bsmhp = self.per_rank(token.x_bshp, "torch")
+        v_bsmhp = self.per_rank(token.x_bshp)
         wide_b, wide_c = (t.to(token.dt_bsh.dtype) for t in self.per_head(token))
         answer_bsmhr = response(self.config, wide_b, token.dt_bsh, token.da_bsh, token.lambda_bsh, token.rot_bsR)
         read_bsmjh = torch.einsum("bsmhr,bsjhr->bsmjh", wide_c, answer_bsmhr)
         y_bsmhp = torch.einsum("bsmjh,bsjhp->bsmhp", read_bsmjh, v_bsmhp.to(wide_b.dtype)).to(v_bsmhp.dtype)
-        return self.finish(y_bsmhp, token, "torch")[:, 0]
+        return self.finish(y_bsmhp, token)[:, 0]
 
     def run(
         self,
@@ -291,21 +294,19 @@ class Mamba3(rows.Block[Mamba3Cache]):
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:
         projected_bsX = self.in_proj(x_bsd)
-        if fused := fused_step.mamba3(self, projected_bsX, cache, path, segments_bs, lengths_b):
+        if is_step(self, projected_bsX, segments_bs, lengths_b) and (fused := self.fused_step(projected_bsX, cache)):
             return fused
         token = self.describe(projected_bsX, lengths_b)
-        path = SsdPath.of(path)
-        backend = around_scan(path)
-        b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs, backend)
+        b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs)
         y_bsmhp, state_bhpr = trapezoid(
-            self.per_rank(token.x_bshp, backend),
+            self.per_rank(token.x_bshp),
             b_bsmhr,
             c_bsmhr,
             token.da_bsh,
             token.dt_bsh,
             token.lambda_bsh,
             cache.ssm_bhpr,
-            self.per_rank(cache.v_state_bhp[:, None], backend)[:, 0],
+            self.per_rank(cache.v_state_bhp[:, None])[:, 0],
             cache.k_state_bmhr,
             pathway=cache.pathway,
             path=path,
@@ -321,7 +322,20 @@ class Mamba3(rows.Block[Mamba3Cache]):
             rotation,
             cache.pathway,
         )
-        return self.finish(y_bsmhp, token, backend), cache
+        return self.finish(y_bsmhp, token), cache
+
+    def fused_step(self, projected_bsX: Tensor, cache: Mamba3Cache) -> tuple[Tensor, Mamba3Cache] | None:
+        """What `run` returns for one token, by a kernel; None where none applies."""
+        config = self.config
+        norm = self.norm if config.is_outproj_norm else None
+        norms = [module for module in (self.B_norm, self.C_norm, norm) if module is not None]
+        if config.rotation != "complex" or not all(is_plain(module, RMSNorm) for module in norms):
+            return None
+        stepped = take_step(MAMBA3_STEP, (projected_bsX[:, 0], *cache[:4]), step_fields(self))
+        if stepped is None:
+            return None
+        y_bi, *after = stepped
+        return self.out_proj(y_bi[:, None]), Mamba3Cache(*after, pathway=cache.pathway)
 
     def describe(self, projected_bsX: Tensor, lengths_b: Tensor | None) -> Token:
         """All a token says about itself: values, gate, B and C, coefficients."""
@@ -349,9 +363,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
         b_bsmhr = add_bias(self.B_norm(token.b_bsmgr), self.B_bias)
         return b_bsmhr, add_bias(self.C_norm(token.c_bsmgr), self.C_bias)
 
-    def rotate(
-        self, token: Token, carried: Tensor, segments_bs: Tensor | None, backend: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate(self, token: Token, carried: Tensor, segments_bs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """B and C with norm and bias, turned by the rotation up to each token, in the dtype of x; the last rotation."""
         config, dtype = self.config, token.x_bshp.dtype
         if config.rotation == "complex" and is_plain(self.B_norm, RMSNorm) and is_plain(self.C_norm, RMSNorm):
@@ -371,7 +383,6 @@ class Mamba3(rows.Block[Mamba3Cache]):
                 rotation_range=config.rotation_range,
                 pairing=config.pairing,
                 segments_bs=segments_bs,
-                backend=backend,
             )
             return b_bsmhr, c_bsmhr, last if angles else self.no_rotation(len(b_bsmhr))
         b_bsmhr, c_bsmhr = self.per_head(token)
@@ -389,11 +400,11 @@ class Mamba3(rows.Block[Mamba3Cache]):
             b_bsmhr, c_bsmhr = rotate_all((b_bsmhr, c_bsmhr), angle_bsha, config.pairing)
         return b_bsmhr.to(dtype), c_bsmhr.to(dtype), last
 
-    def per_rank(self, x_bshp: Tensor, backend: str) -> Tensor:
+    def per_rank(self, x_bshp: Tensor) -> Tensor:
         """Values: a copy of x for every rank, each with its own weights."""
-        return expand_ranks(x_bshp, self.mimo_x, backend=backend) if self.config.is_mimo else x_bshp[:, :, None]
+        return expand_ranks(x_bshp, self.mimo_x) if self.config.is_mimo else x_bshp[:, :, None]
 
-    def finish(self, y_bsmhp: Tensor, token: Token, backend: str) -> Tensor:
+    def finish(self, y_bsmhp: Tensor, token: Token) -> Tensor:
         """Skip, norm, gate, contraction of the ranks, output projection."""
         config = self.config
         y_bsmi, x_bsi, z_bsi = (t.flatten(-2) for t in (y_bsmhp, token.x_bshp, token.z_bshp))
@@ -402,7 +413,7 @@ class Mamba3(rows.Block[Mamba3Cache]):
         mimo = {f"{name}_mi": getattr(self, name).transpose(0, 1).flatten(1) for name in names}
         norm = self.norm if config.is_outproj_norm else None
         if norm is not None and not is_plain(norm, RMSNorm):
-            v_bsmi = self.per_rank(token.x_bshp, "torch").flatten(-2)
+            v_bsmi = self.per_rank(token.x_bshp).flatten(-2)
             y_bsmi = norm((y_bsmi + skip_i * v_bsmi).to(v_bsmi.dtype))
             norm, skip_i = None, torch.zeros_like(skip_i)
         y_bsi = finish(
@@ -415,6 +426,48 @@ class Mamba3(rows.Block[Mamba3Cache]):
             group_size=config.per_head_dim,
             norm_before_gate=True,
             **mimo,
-            backend=backend,
         )
         return self.out_proj(y_bsi)
+
+
+def step_fields(block: Mamba3) -> dict[str, Tensor | float | None]:
+    config = block.config
+    return {
+        **{"heads": config.nheads, "p": config.per_head_dim, "r": config.state_rank, "groups": config.ngroups},
+        **{"ranks": config.ranks, "angles": config.rope_dim // 2},
+        **{"half": config.pairing == "half", "heavy_tail": config.a_activation == "heavy_tail"},
+        **{"dt_bias": block.dt_bias, "B_norm": block.B_norm.weight, "C_norm": block.C_norm.weight},
+        **{"B_bias": block.B_bias, "C_bias": block.C_bias, "D": block.D},
+        **{name: getattr(block, name) if config.is_mimo else None for name in ("mimo_x", "mimo_z", "mimo_o")},
+        "norm_weight": block.norm.weight if config.is_outproj_norm else None,
+        "norm_eps": block.B_norm.eps,
+        **dict(zip(("dt_low", "dt_high"), config.dt_limit, strict=True)),
+        **{"a_floor": config.a_floor, "rotation_range": config.rotation_range},
+    }
+
+
+FAMILY = register(
+    Family(
+        name="mamba3",
+        title="Mamba-3",
+        block=Mamba3,
+        sizes={
+            "d_inner": ("out_proj.weight", 1, "d_inner"),
+            "nheads": ("dt_bias", 0, "nheads"),
+            "state_rank": ("B_norm.weight", 0, "state_rank"),
+            "mimo_rank": ("B_bias", 1, "ranks"),
+        },
+        resolved={"mimo_rank": "ranks"},
+        # B and C are every head's own.
+        flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.nheads, ranks=config.ranks),
+        variants={"mamba3-mimo": {"is_mimo": True}},
+        at_hand={"state_rank": 64},
+        example={"d_model": 24, "state_rank": 12, "per_head_dim": 12},
+        step=FusedStep(
+            operation=MAMBA3_STEP,
+            fields=step_fields,
+            places={"ssm_bhpr": "state", "k_state_bmhr": "k_state", "v_state_bhp": "v_state", "rotation": "angle"},
+            why_not=lambda block: None if block.config.rotation == "complex" else "rotates by quaternions",
+        ),
+    )
+)

@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.ops import few_rows
-from mambakit.ops.backends import use_kernels
 from mambakit.ops.causal_conv import causal_conv_in_parts, correlate, last_inputs
-from mambakit.ops.norm import gated_rms_norm, rms_norm
-from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.norm import gated_rms_norm
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -25,25 +23,18 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.has_kernel(input):
-            return few_rows.multiply(input, self.stored())
-        if self.is_decoding(input):
-            return self.multiply_halves(input)
+        # A compiler has its own way with a torch operator.
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if input.dtype == self.weight.dtype == torch.float32:
+                y = few_rows.multiply(input, self.stored())
+                if y is not None:
+                    return y
+            if self.is_decoding(input):
+                return self.multiply_halves(input)
         return super().forward(input)
 
-    def has_kernel(self, input: Tensor) -> bool:
-        # A compiler has its own way with a torch operator.
-        return (
-            not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-            and use_kernels("auto")
-            and input.dtype == self.weight.dtype == torch.float32
-            and few_rows.applies(input, self.stored())
-        )
-
     def is_decoding(self, input: Tensor) -> bool:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or input.device.type != "cpu":
-            return False
-        if not 0 < input.numel() <= 4 * self.in_features or self.out_features % 2:
+        if input.device.type != "cpu" or not 0 < input.numel() <= 4 * self.in_features or self.out_features % 2:
             return False
         weight, dtype = self.weight, input.dtype
         wide = dtype == weight.dtype and (dtype == torch.float32 or dtype == torch.float64)
@@ -65,7 +56,10 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with one weight per channel; `group_size` as in `ops.norm`."""
+    """RMSNorm with one weight per channel; `group_size` as in `ops.norm`.
+
+    Returns the weight's dtype: a residual wider than its layer is normed wide and goes on narrow.
+    """
 
     def __init__(
         self, width: int, eps: float = 1e-5, group_size: int | None = None, device: Any = None, dtype: Any = None
@@ -79,7 +73,8 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.group_size)
+        weight = self.weight
+        return gated_rms_norm(x, None, weight, self.eps, group_size=self.group_size).to(weight.dtype)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -113,9 +108,6 @@ class CausalConv1d(nn.Conv1d):
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_depthwise:
             return super().forward(input)
-        if input.shape[-1] == self.kernel_size[0] and torch.promote_types(input.dtype, torch.float32) == input.dtype:
-            y_bv = (input * self.weight.squeeze(1)).sum(-1)
-            return (y_bv if self.bias is None else y_bv + self.bias)[..., None]
         return correlate(input.mT, self.weight[:, 0], self.bias).mT
 
 
@@ -129,9 +121,6 @@ def convolve(
     """
     window_bvk = window_bvk.to(x_bsv.dtype)
     k = window_bvk.shape[2]
-    if x_bsv.shape[1] == 1 and lengths_b is None:
-        window_bvk = torch.cat([window_bvk[:, :, 1:], x_bsv.mT], 2)
-        return conv(window_bvk).mT, window_bvk
     spaced_bSv = torch.cat([window_bvk[:, :, 1:].mT, x_bsv], 1)
     if segments_bs is None:
         return conv(spaced_bSv.mT).mT, last_inputs(x_bsv, window_bvk, k, None, lengths_b)
@@ -154,10 +143,9 @@ def convolve_silu(
     widths: list[int],
     segments_bs: Tensor | None,
     lengths_b: Tensor | None,
-    backend: str,
 ) -> tuple[list[Tensor], Tensor]:
     """`silu(conv(x))` cut into `widths`, and the window as `convolve` gives it."""
-    if is_plain(conv, CausalConv1d) and conv.is_depthwise and use_kernels(backend, x_bsv, window_bvk, conv.weight):
+    if is_plain(conv, CausalConv1d) and conv.is_depthwise:
         return causal_conv_in_parts(
             x_bsv,
             conv.weight.squeeze(1),
@@ -167,15 +155,16 @@ def convolve_silu(
             segments_bs=segments_bs,
             lengths_b=lengths_b,
             silu=True,
-            backend=backend,
         )
     y_bsv, window_bvk = convolve(conv, x_bsv, window_bvk, segments_bs, lengths_b)
     return list(F.silu(y_bsv).split(widths, dim=-1)), window_bvk
 
 
-def around_scan(path: SsdPath) -> str:
-    """The backend of what surrounds the scan. Kernels have first derivatives only, as the recalculated scan has."""
-    return path.backend if path.algorithm == "serial_recalculated" else "torch"
+def is_step(block: nn.Module, x_bsX: Tensor, segments_bs: Tensor | None, lengths_b: Tensor | None) -> bool:
+    """One token of every row and no gradients: what the fused steps take."""
+    if x_bsX.shape[1] != 1 or segments_bs is not None or lengths_b is not None:
+        return False
+    return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in block.parameters())
 
 
 def is_plain(module: nn.Module, kind: type[Module]) -> TypeGuard[Module]:

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from mambakit.blocks.family import FAMILIES
 from mambakit.models.language_model import ModelConfig
-from mambakit.models.layer import FAMILIES
 
 Names = Mapping[str, str]
 """A format's names of fields, each with ours."""
@@ -46,7 +46,7 @@ class Lint:
         """The config, which may still be refused by `close`."""
         try:
             if self.buildable:
-                return ModelConfig(block=FAMILIES[family][0](**block), **model)
+                return ModelConfig(block=FAMILIES[family].config(**block), **model)
         except ValueError as error:
             self.add(str(error))
         raise ValueError("; ".join(self.problems))

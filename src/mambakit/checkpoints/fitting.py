@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mambakit.blocks.mamba1 import Mamba1Config
-from mambakit.blocks.mamba3 import Mamba3Config
+from mambakit.blocks.family import family_of
 from mambakit.models.language_model import LanguageModel, ModelConfig
 
 EMBEDDING = "backbone.embedding.weight"
@@ -29,7 +28,8 @@ def empty_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dt
     if config.n_layer > len(tensors):
         raise ValueError(f"the config has {config.n_layer} layers, but there are {len(tensors)} tensors in all")
     if dtype is None:
-        dtype = tensors[MIXER + "in_proj.weight"].dtype if MIXER + "in_proj.weight" in tensors else torch.float32
+        projections = (MIXER + "in_proj.weight", EMBEDDING)
+        dtype = next((tensors[name].dtype for name in projections if name in tensors), torch.float32)
     return LanguageModel(config, device="meta", dtype=dtype)
 
 
@@ -73,25 +73,16 @@ def sizes(config: ModelConfig, tensors: dict[str, Tensor]) -> list[Size]:
     found = [Size("n_layer", len(layers), config.n_layer)]
     block = config.block
 
-    def add(name: str, key: str, axis: int, configured: int, beside: int = 0) -> None:
+    def add(name: str, key: str, axis: int, configured: int) -> None:
         if key in tensors and tensors[key].dim() > axis:
-            found.append(Size(name, tensors[key].shape[axis] - beside, configured))
+            found.append(Size(name, tensors[key].shape[axis], configured))
 
     padded = f"a vocabulary padded to a multiple of {config.pad_vocab_size_multiple}"
     add(padded, EMBEDDING, 0, config.padded_vocab_size)
     add("d_model", EMBEDDING, 1, block.d_model)
-    add("d_inner", MIXER + "out_proj.weight", 1, block.d_inner)
     add("an MLP width rounded up to 128", "backbone.layers.0.mlp.fc2.weight", 1, -(-config.d_intermediate // 128) * 128)
-    if isinstance(block, Mamba1Config):
-        add("state_rank", MIXER + "A_log", 1, block.state_rank)
-        add("dt_rank", MIXER + "dt_proj.weight", 1, block.dt_width)
-        return found
-    add("nheads", MIXER + "dt_bias", 0, block.nheads)
-    if isinstance(block, Mamba3Config):
-        add("state_rank", MIXER + "B_norm.weight", 0, block.state_rank)
-        add("mimo_rank", MIXER + "B_bias", 1, block.ranks)
-    else:
-        add("conv_dim", MIXER + "conv1d.weight", 0, block.conv_dim)
+    for name, (key, axis, called) in family_of(block).sizes.items():
+        add(name, MIXER + key, axis, getattr(block, called))
     return found
 
 

@@ -1,19 +1,17 @@
 """The three formats, and what crossing between them may not change."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mambakit.blocks.mamba1 import Mamba1Config
-from mambakit.blocks.mamba2 import Mamba2Config
-from mambakit.blocks.mamba3 import Mamba3Config
+from mambakit.blocks.config import BlockConfig
+from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.checkpoints import official, transformers
 from mambakit.checkpoints.files import read_json
 from mambakit.checkpoints.fitting import EMBEDDING
 from mambakit.models.language_model import ModelConfig
-from mambakit.models.layer import BlockConfig, family_of
 
 VERSION = 1
 MODEL_TYPE = "mambakit"
@@ -24,6 +22,8 @@ class Format(NamedTuple):
     read: Callable[[dict[str, Any]], ModelConfig]
     """The config that the values of a `config.json` describe."""
     write: Callable[[ModelConfig], dict[str, Any]]
+    families: Collection[str]
+    """Whose blocks it can describe."""
     weights: str
     """Name of the file of weights when it is one."""
     embedding: str = EMBEDDING
@@ -51,11 +51,12 @@ def write_own(config: ModelConfig) -> dict[str, Any]:
 
 
 FORMATS = {
-    "mambakit": Format(read_own, write_own, "model.safetensors"),
+    "mambakit": Format(read_own, write_own, FAMILIES, "model.safetensors"),
     # The official package reads this file only.
-    "official": Format(official.read, official.write, "pytorch_model.bin", stores_tied_head=True),
+    "official": Format(official.read, official.write, official.BLOCK, "pytorch_model.bin", stores_tied_head=True),
     "transformers": Format(
-        transformers.read, transformers.write, "model.safetensors", embedding="backbone.embeddings.weight"
+        *(transformers.read, transformers.write, transformers.BLOCK, "model.safetensors"),
+        embedding="backbone.embeddings.weight",
     ),
 }
 
@@ -74,11 +75,17 @@ def read_config(path: Path) -> tuple[str, ModelConfig]:
 
 def write_config(config: ModelConfig, name: str) -> dict[str, Any]:
     """The values of `config.json`; ValueError names the fields that the format would not give back."""
+    family = family_of(config.block)
+    if family.name not in FORMATS[name].families:
+        able = [f'"{other}"' for other, format in FORMATS.items() if family.name in format.families]
+        told = f"{' and '.join(able)} {'has' if len(able) == 1 else 'have'}"
+        raise ValueError(f'the format "{name}" has no {family.title}; {told}')
     written = FORMATS[name].write(config)
     stored = FORMATS[name].read(written)
-    if name == "transformers" and isinstance(stored.block, Mamba2Config):
+    block: Any = stored.block
+    if name == "transformers" and hasattr(block, "norm_group_size"):
         # What its models compute, whatever the number of groups.
-        stored = replace(stored, block=replace(stored.block, norm_group_size=stored.block.ssm_width))
+        stored = replace(stored, block=replace(block, norm_group_size=block.ssm_width))
     want, got = described(config), described(stored)
     if name == "transformers":
         # Padding becomes part of the vocabulary, and how A starts is fixed. Neither changes what is computed.
@@ -97,43 +104,37 @@ def described(config: ModelConfig) -> dict[str, Any]:
 
 
 def _described_block(block: BlockConfig) -> dict[str, Any]:
-    values = asdict(block)
-    if isinstance(block, Mamba1Config):
-        return {**values, "dt_rank": block.dt_width}
-    if isinstance(block, Mamba2Config):
-        return {**values, "d_ssm": block.ssm_width, "norm_group_size": block.norm_width}
-    return {**values, "mimo_rank": block.ranks}
+    return {**asdict(block), **{name: getattr(block, by) for name, by in family_of(block).resolved.items()}}
 
 
 def with_choices(
     config: ModelConfig, name: str, *, a_activation: str | None, norm_group_size: int | None
 ) -> ModelConfig:
     """The config with what the format leaves open as the caller says, or a warning about what is assumed."""
-    block = config.block
-    if isinstance(block, Mamba3Config) and name == "official" and a_activation is None:
+    block: Any = config.block
+    if hasattr(block, "a_activation") and name == "official" and a_activation is None:
         _warn(
             f'official Mamba-3 checkpoints do not say how A is activated; assuming "{block.a_activation}". '
             'Pass a_activation="softplus" for weights made before the official change of June 2026, '
             'a_activation="heavy_tail" for later ones'
         )
-    if isinstance(block, Mamba2Config) and name == "transformers" and block.ngroups > 1 and norm_group_size is None:
+    grouped = hasattr(block, "norm_group_size") and block.ngroups > 1
+    if grouped and name == "transformers" and norm_group_size is None:
         _warn(
             f"n_groups = {block.ngroups}: the gated norm is taken per group, over {block.norm_width} channels, as in "
             f"the official code. transformers without fused kernels takes it over all {block.ssm_width}; pass "
             f"norm_group_size={block.ssm_width} to reproduce that, or {block.norm_width} to keep the groups"
         )
-    for field, value, kind in (
-        ("a_activation", a_activation, Mamba3Config),
-        ("norm_group_size", norm_group_size, Mamba2Config),
-    ):
+    for field, value in (("a_activation", a_activation), ("norm_group_size", norm_group_size)):
         if value is not None:
-            block = _chosen(block, name, field, value, kind)
+            block = _chosen(block, name, field, value)
     return replace(config, block=block)
 
 
-def _chosen(block: BlockConfig, name: str, field: str, value: Any, kind: type) -> BlockConfig:
-    if not isinstance(block, kind):
-        raise ValueError(f"{field} = {value!r} was given, but this is a {family_of(block)} model, which has none")
+def _chosen(block: Any, name: str, field: str, value: Any) -> BlockConfig:
+    family = family_of(block)
+    if not family.has(field):
+        raise ValueError(f"{field} = {value!r} was given, but this is a {family.name} model, which has none")
     changed = replace(block, **{field: value})
     if name == "mambakit" and _described_block(changed) != _described_block(block):
         raise ValueError(f"{field} = {value!r} was given, but config.json says {getattr(block, field)!r}")

@@ -3,11 +3,10 @@
 from dataclasses import fields
 from typing import Any
 
+from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.checkpoints.fields import Lint, renamed, same
 from mambakit.models.language_model import ModelConfig
-from mambakit.models.layer import FAMILIES, family_of
 
-LAYERS = {"Mamba1": "mamba1", "Mamba2": "mamba2", "Mamba3": "mamba3"}
 DEFAULTS = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277}
 """Where the official config has a default and ours has none. All other defaults are the same in both."""
 
@@ -38,6 +37,8 @@ BLOCK = {
         **STEP_SIZES,
     },
 }
+LAYERS = {FAMILIES[family].block.__name__: family for family in BLOCK}
+"""What it calls a block, as we do."""
 IGNORED = {"fused_add_norm", "attn_cfg"}
 IGNORED_IN_BLOCK = {
     *("layer", "chunk_size", "use_fast_path", "use_mem_eff_path", "layer_idx", "process_group"),
@@ -61,8 +62,8 @@ def read(values: dict[str, Any]) -> ModelConfig:
     family = LAYERS[layer]
     ssm = {name: value for name, value in ssm.items() if name not in IGNORED_IN_BLOCK}
     lint.unknown(ssm, BLOCK[family], "ssm_cfg.")
-    lint.types(FAMILIES[family][0], values, WIDTH)
-    lint.types(FAMILIES[family][0], ssm, BLOCK[family], "ssm_cfg.")
+    lint.types(FAMILIES[family].config, values, WIDTH)
+    lint.types(FAMILIES[family].config, ssm, BLOCK[family], "ssm_cfg.")
     if ssm.get("rope_fraction") == 0:
         lint.add("ssm_cfg.rope_fraction = 0, expected 0.5 or 1")
     config = lint.build(family, renamed(values, MODEL), {**renamed(values, WIDTH), **renamed(ssm, BLOCK[family])})
@@ -72,12 +73,12 @@ def read(values: dict[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """As the official package writes it, and of the block only what is not at its default."""
-    family = family_of(config.block)
+    family = family_of(config.block).name
     defaults = {field.name: field.default for field in fields(config.block)}
     block = {name: getattr(config.block, ours) for name, ours in BLOCK[family].items()}
     if family == "mamba2":
         # The official block takes no other; a fraction does not come back and is refused.
-        block["expand"] = int(config.block.expand)
+        block["expand"] = int(block["expand"])
     changed = {name: value for name, value in block.items() if value != defaults[BLOCK[family][name]]}
     return {
         "d_model": config.block.d_model,

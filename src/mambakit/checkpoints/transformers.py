@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from mambakit.blocks.mamba2 import Mamba2Config
+from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.checkpoints.fields import Lint, renamed, same
 from mambakit.models.language_model import ModelConfig
-from mambakit.models.layer import FAMILIES, family_of
 
 FAMILY = {"mamba": "mamba1", "mamba2": "mamba2"}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -93,7 +92,7 @@ def read(values: dict[str, Any]) -> ModelConfig:
     lint = Lint()
     lint.unknown(values, MODEL.keys() | BLOCK[family].keys() | implied.keys())
     lint.types(ModelConfig, values, MODEL)
-    lint.types(FAMILIES[family][0], values, BLOCK[family])
+    lint.types(FAMILIES[family].config, values, BLOCK[family])
     # The vocabulary is padded already.
     model = {**renamed(values, MODEL), "pad_vocab_size_multiple": 1}
     config = lint.build(family, model, renamed(values, BLOCK[family]))
@@ -105,26 +104,25 @@ def read(values: dict[str, Any]) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    family = family_of(config.block)
-    if family not in BLOCK:
-        raise ValueError('the format "transformers" has no Mamba-3; "mambakit" and "official" have')
-    model_type = next(name for name, ours in FAMILY.items() if ours == family)
+    family = family_of(config.block).name
+    model_type, block = next(name for name, ours in FAMILY.items() if ours == family), config.block
+    of_block = {name: _exact(getattr(block, ours), type(block), ours) for name, ours in BLOCK[family].items()}
     written = {
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "model_type": model_type,
         **{name: _exact(getattr(config, ours), ModelConfig, ours) for name, ours in MODEL.items()},
         "vocab_size": config.padded_vocab_size,
-        **{name: _exact(getattr(config.block, ours), type(config.block), ours) for name, ours in BLOCK[family].items()},
+        **of_block,
         # A fraction does not come back and is refused.
-        "expand": int(config.block.expand),
+        "expand": int(of_block["expand"]),
         # Its defaults are the tokens of one tokenizer, which this model need not have.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
-    if isinstance(config.block, Mamba2Config):
-        written["num_heads"] = config.block.nheads
-        if written["time_step_limit"] == [0.0, math.inf]:
-            # The default. Versions differ in how they write infinity, which is not JSON.
-            del written["time_step_limit"]
+    if "num_heads" in IMPLIED_IN[family]:
+        written["num_heads"] = IMPLIED_IN[family]["num_heads"](config)
+    if written.get("time_step_limit") == [0.0, math.inf]:
+        # The default. Versions differ in how they write infinity, which is not JSON.
+        del written["time_step_limit"]
     return written
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
+from mambakit.blocks.family import presets
 from mambakit.ops.ssd_path import ALGORITHMS, SsdPath
-from mambakit.tools.benchmark import KINDS, Subject, family_config, make_block, make_model, measure
+from mambakit.tools.benchmark import KINDS, Subject, make_model, measure
 from mambakit.tools.checks import kernels
 from mambakit.tools.measure import environment, table
 
 EXAMPLE = "mambakit bench --family mamba2 --d-model 256 --tokens 512 --out bench"
-FAMILIES = ("mamba1", "mamba2", "mamba3", "mamba3-mimo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what", choices=("block", "model"), default="block", help="one block, or a language model")
-    parser.add_argument("--family", choices=FAMILIES, default="mamba2")
+    parser.add_argument("--family", choices=presets(), default="mamba2")
     parser.add_argument("--d-model", type=int, default=768, metavar="WIDTH")
     parser.add_argument("--state-rank", type=int, metavar="RANK", help="default: the family's")
     parser.add_argument("--per-head-dim", type=int, metavar="WIDTH", help="default: the family's")
@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_subject(args: argparse.Namespace) -> Subject:
-    config = family_config(args.family, args.d_model, state_rank=args.state_rank, per_head_dim=args.per_head_dim)
+    family, given = presets()[args.family]
+    sizes = {name: getattr(args, name) for name in ("d_model", "state_rank", "per_head_dim")}
+    config = family.configure(given, sizes)
     paths = [
         SsdPath(algorithm, chunk_len, backend)
         for algorithm in args.algorithms
@@ -75,7 +77,7 @@ def make_subject(args: argparse.Namespace) -> Subject:
     if args.what == "model":
         ids = torch.randint(args.vocabulary, (args.batch, args.tokens))
         return Subject(make_model(config, args.layers, args.vocabulary), ids, paths)
-    return Subject(make_block(config), torch.randn(args.batch, args.tokens, args.d_model), paths)
+    return Subject(family.block(config), torch.randn(args.batch, args.tokens, args.d_model), paths)
 
 
 HEADINGS = ["kind", "algorithm", "chunk", "backend", "ran", "ms", "x floor", "peak MB"]

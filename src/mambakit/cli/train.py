@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from mambakit.blocks.mamba1 import Mamba1Config
-from mambakit.blocks.mamba2 import Mamba2Config
-from mambakit.blocks.mamba3 import Mamba3Config
+from mambakit.blocks.family import FAMILIES
 from mambakit.cli.progress import All, TensorBoard, progress
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.text.documents import Document, hold_out, read_documents, standard_library
@@ -33,12 +31,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tokenizer": {"default": None, "metavar": "FILE", "help": "a tokenizer.json; default: bytes"},
     "binary": {"default": False, "action": "store_true", "help": "take files with zero bytes as they are"},
     "held_out": {"default": 0.05, "type": float, "help": "share of the text to evaluate on"},
-    "family": {"default": "mamba3", "choices": ("mamba1", "mamba2", "mamba3"), "help": "which block"},
+    "family": {"default": "mamba3", "choices": FAMILIES, "help": "which block"},
     "d_model": {"default": 256, "type": int, "help": "width"},
     "layers": {"default": 4, "type": int, "help": "number of blocks"},
-    "state_rank": {"default": None, "type": int, "help": "state entries per channel; default: 64, of Mamba-1 16"},
-    "head_dim": {"default": 64, "type": int, "help": "channels per head, not of Mamba-1"},
-    "mimo_rank": {"default": 1, "type": int, "help": "writes and reads per token, of Mamba-3"},
+    "state_rank": {"default": None, "type": int, "help": "state entries per channel; default: the family's"},
+    "head_dim": {"default": 64, "type": int, "help": "channels per head, in families that have heads"},
+    "mimo_rank": {"default": 1, "type": int, "help": "writes and reads per token, in families that can have several"},
     "mlp": {"default": 0, "type": int, "help": "hidden width of an MLP after each block"},
     "steps": {"default": 1000, "type": int, "help": "steps of the optimizer"},
     "batch": {"default": 8, "type": int, "help": "rows per step, over all processes"},
@@ -162,17 +160,13 @@ def library() -> tuple[list[Document], list[str]]:
 
 
 def model_config(options: Mapping[str, Any], vocab_size: int) -> ModelConfig:
-    family, width = options["family"], options["d_model"]
-    rank = options["state_rank"] or (16 if family == "mamba1" else 64)
-    if options["mimo_rank"] != 1 and family != "mamba3":
-        raise ValueError(f"--mimo-rank is for mamba3, and --family is {family}")
-    if family == "mamba1":
-        block = Mamba1Config(d_model=width, state_rank=rank)
-    elif family == "mamba2":
-        block = Mamba2Config(d_model=width, state_rank=rank, per_head_dim=options["head_dim"])
-    else:
-        mimo = {"is_mimo": options["mimo_rank"] > 1, "mimo_rank": options["mimo_rank"]}
-        block = Mamba3Config(d_model=width, state_rank=rank, per_head_dim=options["head_dim"], **mimo)
+    family, ranks = FAMILIES[options["family"]], options["mimo_rank"]
+    if ranks != 1 and not family.has("mimo_rank"):
+        able = [name for name, other in FAMILIES.items() if other.has("mimo_rank")]
+        raise ValueError(f"--mimo-rank is for {' and '.join(able)}, and --family is {family.name}")
+    sizes = {name: options[name] for name in ("d_model", "state_rank", "mimo_rank")}
+    given = {**sizes, "per_head_dim": options["head_dim"], "is_mimo": ranks > 1}
+    block = family.configure(family.at_hand, given)
     return ModelConfig(block=block, n_layer=options["layers"], vocab_size=vocab_size, d_intermediate=options["mlp"])
 
 

@@ -21,7 +21,7 @@ from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_sca
 from mambakit.compat.mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from mambakit.compat.mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from mambakit.ops import few_rows
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.backends import PLAIN_TENSORS, asked
 from mambakit.ops.norm import gated_rms_norm
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
@@ -97,10 +97,8 @@ def kernel_first(module: nn.Module, is_head: bool) -> Callable[..., Tensor] | No
 
 def multiply(self: nn.Linear, input: Tensor) -> Tensor:
     """Few rows, as in decoding, at the speed of reading the weight; many as torch multiplies them."""
-    weights = few_rows.Weights(few_rows.FLOAT32, self.in_features, self.weight, None, self.bias)
-    if is_plain_inference(input, weights) and few_rows.applies(input, weights):
-        return few_rows.multiply(input, weights)
-    return F.linear(input, self.weight, self.bias)
+    y = by_few_rows(self, input)
+    return F.linear(input, self.weight, self.bias) if y is None else y
 
 
 def multiply_last(self: nn.Linear, input: Tensor) -> Tensor:
@@ -108,19 +106,28 @@ def multiply_last(self: nn.Linear, input: Tensor) -> Tensor:
 
     Not in the layers before it: over many layers two roundings grow apart.
     """
-    weights = few_rows.Weights(few_rows.FLOAT32, self.in_features, self.weight, None, self.bias)
-    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    if onednn and is_plain_inference(input, weights) and not few_rows.applies(input, weights):
+    y = by_few_rows(self, input)
+    if y is None and input.numel() and is_plain_inference(input, self.weight, self.bias):
         return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
-    return multiply(self, input)
+    return F.linear(input, self.weight, self.bias) if y is None else y
 
 
-def is_plain_inference(input: Tensor, weights: few_rows.Weights) -> bool:
-    """Float32 on the CPU and no gradient wanted. A compiler has its own way with a torch operator."""
+def by_few_rows(linear: nn.Linear, input: Tensor) -> Tensor | None:
+    if torch.compiler.is_compiling() or input.dtype != torch.float32:
+        return None
+    return few_rows.multiply(
+        input, few_rows.Weights(few_rows.FLOAT32, linear.in_features, linear.weight, None, linear.bias)
+    )
+
+
+def is_plain_inference(*tensors: Tensor | None) -> bool:
+    """oneDNN, float32 on the CPU and no gradient wanted. A compiler has its own way with a torch operator."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
-    plain = type(input) is Tensor and input.dtype == torch.float32 and input.numel() > 0
-    return plain and few_rows.is_stored_well(weights) and use_kernels("auto", input, weights.weight)
+    if asked() == "torch" or not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    given = [t for t in tensors if t is not None]
+    return all(t.dtype == torch.float32 and t.is_cpu and type(t) in PLAIN_TENSORS for t in given)
 
 
 def normalize(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -4,34 +4,31 @@ It is made for plain models in float32 on the CPU, their projections in float32 
 stands in a model's way; such a model is stepped module by module.
 """
 
-import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from mambakit.blocks.mamba1 import Mamba1
-from mambakit.blocks.mamba2 import Mamba2
-from mambakit.blocks.mamba3 import Mamba3
+from mambakit.blocks.block import Block
+from mambakit.blocks.family import FAMILIES, FusedStep, family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
-from mambakit.kernels.cpu import decode as native
-from mambakit.kernels.cpu.library import why_missing
 from mambakit.models.language_model import Backbone, LanguageModel
-from mambakit.models.layer import GatedMLP, Layer
+from mambakit.models.layer import GatedMLP, Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
 from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
-from mambakit.ops import few_rows
-from mambakit.ops.backends import auto_means, use_kernels
-from mambakit.ops.fused_step import let_overwrite
+from mambakit.ops import decode, few_rows
+from mambakit.ops.backends import overwriting, use_backend
+from mambakit.ops.decode import DECODE, Decoding
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
-PARTS = (LanguageModel, Backbone, Layer, GatedMLP, Residual, Mamba1, Mamba2, Mamba3, nn.ModuleList)
-PARTS += (nn.Embedding, nn.LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
+PARTS = (LanguageModel, Backbone, Layer, GatedMLP, Residual, nn.ModuleList)
+PARTS += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
 CALLED = ("forward", "step", "embed", "logits", "run", "with_mlp")
+MATRICES = ("in_proj", "out_proj", "x_proj", "dt_proj", "fc1", "fc2")
+"""The projections of a block and of an MLP."""
 
 
 class StepByStep:
@@ -50,17 +47,17 @@ class StepByStep:
         self._cache = cache
         if self._overwrites:
             self._cache = tuple(copied(one) for one in cache)
-            for one in self._cache:
-                for tensor in one:
-                    if isinstance(tensor, Tensor):
-                        let_overwrite(tensor)
 
     def step(self, ids_b: Tensor) -> Tensor:
-        operators = auto_means("torch") if self._backend == "torch" else nullcontext()
-        with operators, torch.inference_mode() if self._overwrites else torch.no_grad():
-            logits_bw, self._cache = self._model.step(ids_b, self._cache)
+        with use_backend(self._backend):
+            if not self._overwrites:
+                with torch.no_grad():
+                    logits_bw, self._cache = self._model.step(ids_b, self._cache)
+                return logits_bw
+            with torch.inference_mode(), overwriting():
+                logits_bw, self._cache = self._model.step(ids_b, self._cache)
         # An ordinary tensor, as those of `cache` are.
-        return logits_bw.clone() if self._overwrites else logits_bw
+        return logits_bw.clone()
 
     def cache(self) -> Any:
         return tuple(copied(one) for one in self._cache) if self._overwrites else self._cache
@@ -68,49 +65,42 @@ class StepByStep:
 
 def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | StepByStep":
     """The fastest way to decode `rows` rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
-    if backend == "cpu":
-        return Decoder(model)
-    if backend == "torch" or rows > few_rows.MAX_ROWS or not use_kernels("auto") or why_not(model) is not None:
-        return StepByStep(model, backend)
-    return Decoder(model)
+    if backend in DECODE.kernels:
+        return Decoder(model, backend)
+    if backend == "auto" and rows <= few_rows.MAX_ROWS and why_not(model) is None:
+        kernel = DECODE.offer(model.backbone.embedding.weight.detach())
+        if kernel is not None:
+            return Decoder(model, kernel.backend.name)
+    return StepByStep(model, backend)
 
 
 class Decoder:
     """`logits_bw = decoder.step(ids_b)` after `decoder.load(cache)`; `cache()` is the cache at any time.
 
-    The weights are those of the model when this was made: their memory is read where it lies, so training on shows, but
-    a parameter that is replaced does not.
+    The weights are those of the model when this was made: their memory is read where it lies, so training on shows
+    after the next `load`, but a parameter that is replaced does not.
     """
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: LanguageModel, backend: str = "cpu"):
         reason = why_not(model)
         if reason is not None:
-            raise ValueError(f'this model cannot be decoded in one call (backend "cpu"): {reason}')
-        self._held: list[Any] = []  # what the structs point to
+            raise ValueError(f'this model cannot be decoded in one call (backend "{backend}"): {reason}')
+        kernel = DECODE.choose(backend, model.backbone.embedding.weight.detach())
+        assert kernel is not None, "a backend asked for by name runs or raises"
         self._vocabulary = model.backbone.embedding.num_embeddings
-        backbone = model.backbone
-        layers = [self._pack_layer(backbone.layers[real]) for real in backbone.order]
-        self._layers = (native.Layer * len(layers))(*layers)
-        head = self._pack_projection(model.lm_head)
-        head.rows = model.config.vocab_size  # the others only pad
-        self._model = native.Model(
-            width=model.config.block.d_model,
-            layers=len(layers),
-            embedding=self._address(backbone.embedding.weight),
-            layer=ctypes.addressof(self._layers),
-            norm_f=self._pack_norm(backbone.norm_f),
-            head=head,
-        )
+        with torch.no_grad():
+            self._decoding: Decoding = kernel(packed(model))
         self._caches: list[Any] = []
+        backbone = model.backbone
         blocks: list[Any] = [backbone.layers[real].mixer for real in backbone.order]
-        self._shapes = [block.cache_shapes for block in blocks]
+        self._steps = [(step_of(block), block.cache_shapes) for block in blocks]
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
-        if len(cache) != len(self._layers):
-            raise ValueError(f"the cache is of {len(cache)} layers, but this model has {len(self._layers)}")
+        if len(cache) != len(self._steps):
+            raise ValueError(f"the cache is of {len(cache)} layers, but this model has {len(self._steps)}")
         rows = len(cache[0][0])
-        for one, shapes_of in zip(cache, self._shapes, strict=True):
+        for one, (_, shapes_of) in zip(cache, self._steps, strict=True):
             for name, shape in shapes_of(rows).items():
                 tensor = getattr(one, name)
                 if (tuple(tensor.shape), tensor.dtype, tensor.device.type) != (shape, torch.float32, "cpu"):
@@ -119,10 +109,10 @@ class Decoder:
                         f"expected {shape}, float32 on the CPU"
                     )
         self._caches = [copied(one) for one in cache]
-        for layer, one in zip(self._layers, self._caches, strict=True):
-            for name, place in PLACES.items():
-                if hasattr(one, name):
-                    setattr(layer, place, getattr(one, name).data_ptr())
+        pairs = zip(self._caches, self._steps, strict=True)
+        places = [{place: getattr(one, name) for name, place in step.places.items()} for one, (step, _) in pairs]
+        with torch.no_grad():
+            self._decoding.load(places)
 
     def step(self, ids_b: Tensor) -> Tensor:
         """One more token of every row."""
@@ -131,95 +121,48 @@ class Decoder:
             raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")
         if any(not 0 <= token < self._vocabulary for token in ids_b.tolist()):
             raise ValueError(f"ids_b has ids outside 0 to {self._vocabulary - 1}")
-        return native.decode(self._model, ids_b)
+        return self._decoding.step(ids_b)
 
     def cache(self) -> tuple[Any, ...]:
         """A copy of the states, as the model's own `step` would return them."""
         return tuple(copied(one) for one in self._caches)
 
-    def _address(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        # An alias of its own keeps the memory, whatever becomes of the parameter.
-        self._held.append(tensor.detach())
-        return tensor.data_ptr()
 
-    def _pack_layer(self, layer: Any) -> native.Layer:
-        block = layer.mixer
-        family, pack_step = FAMILIES[type(block)]
-        step = pack_step(block, self._address)
-        self._held.append(step)
-        packed = native.Layer(family=family, step=ctypes.addressof(step), norm=self._pack_norm(layer.norm))
-        names = ("in_proj", "out_proj", *(("x_proj", "dt_proj") if family == 1 else ()))
-        for name in names:
-            setattr(packed, name, self._pack_projection(getattr(block, name)))
-        if hasattr(layer, "mlp"):
-            packed.norm2 = self._pack_norm(layer.norm2)
-            packed.fc1, packed.fc2 = self._pack_projection(layer.mlp.fc1), self._pack_projection(layer.mlp.fc2)
-        return packed
-
-    def _pack_projection(self, linear: Any) -> Any:
-        weights = linear.stored()
-        self._held += [t.detach() for t in (weights.weight, weights.scales, weights.bias) if t is not None]
-        return weights.matrix()
-
-    def _pack_norm(self, norm: Any) -> native.Norm:
-        centred = type(norm) is nn.LayerNorm
-        bias = norm.bias if centred else None
-        return native.Norm(self._address(norm.weight), self._address(bias), norm.weight.numel(), centred, norm.eps)
-
-
-PLACES = {
-    "ssm_bir": "state",
-    "ssm_bhpr": "state",
-    "conv_bik": "window",
-    "conv_bvk": "window",
-    "k_state_bmhr": "k_state",
-    "v_state_bhp": "v_state",
-    "rotation": "angle",
-}
-"""Where each field of a cache stands in a packed layer."""
-Address = Callable[[Tensor | None], int | None]
-
-
-def pack_mamba1(block: Mamba1, address: Address) -> native.Mamba1Step:
-    i, r, k = block.config.d_inner, block.config.state_rank, block.config.conv_kernel
-    rates_ir = -torch.exp(block.A_log.detach())
-    tensors = (block.conv1d.weight, block.conv1d.bias, block.A_log, rates_ir, block.D)
-    return native.Mamba1Step(i, r, k, *map(address, tensors))
-
-
-def pack_mamba2(block: Mamba2, address: Address) -> native.Mamba2Step:
-    config = block.config
-    norm = block.norm if config.rmsnorm else None
-    conv, mlp = block.conv1d, config.d_inner - config.ssm_width
-    weight, eps, before_gate = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.norm_before_gate)
-    group = config.norm_width if norm is None else norm.group_size
-    return native.Mamba2Step(
-        *(config.nheads, config.per_head_dim, config.state_rank, config.ngroups, config.conv_kernel, mlp),
-        *map(address, (conv.weight, conv.bias, block.dt_bias, block.A_log, block.D, weight)),
-        *(group, eps, *config.dt_limit, config.D_has_hdim, before_gate),
+def packed(model: LanguageModel) -> decode.Model:
+    """What `DECODE` reads of a model that `why_not` has nothing against."""
+    backbone = model.backbone
+    return decode.Model(
+        embedding=backbone.embedding.weight,
+        layers=[packed_layer(backbone.layers[real]) for real in backbone.order],
+        norm_f=packed_norm(backbone.norm_f),
+        head=model.lm_head.stored(),
+        vocab_size=model.config.vocab_size,
     )
 
 
-def pack_mamba3(block: Mamba3, address: Address) -> native.Mamba3Step:
-    config = block.config
-    mimo = (block.mimo_x, block.mimo_z, block.mimo_o) if config.is_mimo else (None, None, None)
-    norm_weight = block.norm.weight if config.is_outproj_norm else None
-    parameters = (block.dt_bias, block.B_norm.weight, block.C_norm.weight, block.B_bias, block.C_bias)
-    return native.Mamba3Step(
-        *(config.nheads, config.per_head_dim, config.state_rank, config.ngroups, config.ranks, config.rope_dim // 2),
-        *(config.pairing == "half", config.a_activation == "heavy_tail"),
-        *map(address, (*parameters, *mimo, block.D, norm_weight)),
-        *(block.B_norm.eps, *config.dt_limit, config.a_floor, config.rotation_range),
+def packed_layer(layer: Any) -> decode.Layer:
+    block, mlp = layer.mixer, getattr(layer, "mlp", None)
+    step = step_of(block)
+    owners = [(owner, name) for owner in (block, mlp) for name in MATRICES if hasattr(owner, name)]
+    return decode.Layer(
+        step=step.operation.name,
+        fields=step.fields(block),
+        prepared=lambda: step.prepared(block),
+        matrices={name: getattr(owner, name).stored() for owner, name in owners},
+        norm=packed_norm(layer.norm),
+        norm2=None if mlp is None else packed_norm(layer.norm2),
     )
 
 
-FAMILIES: dict[type, tuple[int, Callable[[Any, Address], Any]]] = {
-    Mamba1: (1, pack_mamba1),
-    Mamba2: (2, pack_mamba2),
-    Mamba3: (3, pack_mamba3),
-}
+def packed_norm(norm: Any) -> decode.Norm:
+    centred = isinstance(norm, nn.LayerNorm)
+    return decode.Norm(norm.weight, norm.bias if centred else None, centred, norm.eps)
+
+
+def step_of(block: Block) -> FusedStep:
+    step = family_of(block).step
+    assert step is not None, "the kernel knows families that have one"
+    return step
 
 
 def copied(cache: Any) -> Any:
@@ -229,9 +172,6 @@ def copied(cache: Any) -> Any:
 
 def why_not(model: nn.Module) -> str | None:
     """What keeps `model` from being decoded in one call, or None."""
-    reason = why_missing()
-    if reason is not None:
-        return f"the compiled kernels are missing: {reason}"
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         return "there are hooks on all modules"
     if type(model) is not LanguageModel:
@@ -247,8 +187,6 @@ def why_not(model: nn.Module) -> str | None:
         return "it has MultiGate residuals"
     if backbone.config.ignore_first_residual or backbone.config.ignore_last_residual:
         return "it leaves out a residual"
-    if getattr(model.config.block, "rotation", "complex") != "complex":
-        return "it rotates by quaternions"
     for name, tensor in model.named_parameters():
         if tensor.dtype != torch.float32 or not few_rows.is_plain(tensor):
             return f"{name} is {tensor.dtype} on {tensor.device}, expected contiguous float32 on the CPU"
@@ -256,7 +194,9 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def why_not_module(module: nn.Module) -> str | None:
-    if type(module) not in PARTS:
+    # Of these very classes: a derived one may compute something else.
+    fused = (family.block for family in FAMILIES.values() if family.step is not None)
+    if type(module) not in (*PARTS, *fused):
         return f"is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has hooks"
@@ -264,12 +204,12 @@ def why_not_module(module: nn.Module) -> str | None:
         return "has a method replaced"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "renormalises its rows"
-    if type(module) is nn.LayerNorm and not module.elementwise_affine:
+    if isinstance(module, nn.LayerNorm) and not module.elementwise_affine:
         return "has no weight"
     if type(module) is Layer and any(getattr(norm, "group_size", None) is not None for norm in module.children()):
         return "norms in groups"
-    if type(module) is Mamba1 and type(module.dt_proj) is not Linear:
-        return "has a quantized dt_proj"
+    if isinstance(module, Block):
+        return step_of(module).why_not(module)
     if isinstance(module, PROJECTIONS) and not few_rows.is_stored_well(module.stored()):
         return f"has weights of {module.stored().weight.dtype} in a form that the kernels do not read"
     return None

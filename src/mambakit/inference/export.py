@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.models.language_model import LanguageModel
-from mambakit.ops.backends import auto_means
+from mambakit.ops.backends import use_backend
 from mambakit.ops.decompositions import DECOMPOSITIONS
 
 Program = torch.export.ExportedProgram
@@ -127,7 +127,7 @@ def _export(model: LanguageModel, ids: Tensor, *, one_token: bool) -> Program:
     ids = ids.to(state[0].device)
     batch = torch.export.Dim("batch", min=1)
     # Fused kernels are for this machine; a program is for any.
-    with torch.no_grad(), auto_means("torch"):
+    with torch.no_grad(), use_backend("torch"):
         return torch.export.export(
             WithState(model, one_token).eval(),
             (ids, *state),

@@ -1,7 +1,6 @@
 """Continue prompts: read them in pieces, choose tokens one by one, give each out as it comes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from mambakit.inference.prefix_cache import PrefixCache
 from mambakit.inference.prompts import Ids, Prompts, Stop, read_prompts, read_stops
 from mambakit.inference.sampling import Sampler, check_count, row_seeds, uniform
 from mambakit.models.language_model import LanguageModel
-from mambakit.ops.backends import auto_means, use_kernels
+from mambakit.ops.backends import check_backend, use_backend
 
 
 def generate(
@@ -103,6 +102,10 @@ class Stream(Iterator[Tensor]):
         check_count("prefill_chunk", prefill_chunk, least=1)
         if model.backbone.levels:
             raise ValueError("generation is for models without latents: rows of all lengths would share their places")
+        if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+            raise ValueError(
+                "generate takes whole models, and parameters of this one are shares; load a whole copy, one per process"
+            )
         if type(pad_id) is not int:
             raise ValueError(f"pad_id is {pad_id!r}, expected a token id")
         self._sampler = Sampler(
@@ -120,11 +123,11 @@ class Stream(Iterator[Tensor]):
         self._ends_a = torch.zeros(prompts.rows, dtype=torch.bool)
         self._pending_a: Tensor | None = None
         """Tokens given out but not yet taken into the cache."""
-        use_kernels(backend)  # raises for a name it does not know
+        check_backend(backend)
         self._backend = backend
         # "auto" makes one when the first token is taken in.
         self._decoder = make_decoder(model, backend, prompts.rows) if backend == "cpu" else None
-        with torch.no_grad(), auto_means("torch") if backend == "torch" else nullcontext():
+        with torch.no_grad(), use_backend("torch" if backend == "torch" else "auto"):
             if prefix_cache is None:
                 x_bd, self._prompt_cache = prefill(model, prompts, cache, prefill_chunk)
             elif cache is not None:

@@ -1,18 +1,27 @@
 """A stack that reads the sequence both ways: pairs of layers, one straight, one reverse, merged."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from mambakit.blocks.block import Options
 from mambakit.blocks.caches import select
-from mambakit.models.class_tokens import ClassTokens, Cursor, Splice, plan
-from mambakit.models.layer import Layer
+from mambakit.models.class_tokens import ClassTokens, check_one_sequence, plan_levels
+from mambakit.models.flow import Flow, calls
 from mambakit.models.multi_gate import Residual
 from mambakit.models.schedules import PairSchedule, StridedCyclic
-from mambakit.models.stack import StackCache, StackConfig, caller, check_slots, enter, without_absent
-from mambakit.ops.ssd_path import SsdPath
+from mambakit.models.stack import (
+    StackCache,
+    StackConfig,
+    check_slots,
+    enter,
+    fresh_slots,
+    make_layers,
+    without_absent,
+)
 
 MERGES = ("mean", "cat_linear")
 
@@ -69,8 +78,7 @@ class BidirectionalStack(nn.Module):
         self.order = config.order
         self.checkpoint_layers = checkpoint_layers
         made = {"device": device, "dtype": dtype}
-        options = {"rms_norm": config.rms_norm, "norm_eps": config.norm_eps}
-        self.layers = nn.ModuleList(Layer(config.block, **options, **made) for _ in range(config.n_layer))
+        self.layers = make_layers(config, **made)
         # What a pair has of its own goes by the weights of its straight direction.
         self.pairs = [straight // 2 for straight in self.order[::2]]
         count = -(-config.n_layer // 2)
@@ -88,47 +96,37 @@ class BidirectionalStack(nn.Module):
 
     def fresh_cache(self, batch: int) -> StackCache:
         """Two slots per pair: what the straight direction starts from, and the reverse one, at the end."""
-        return tuple(cast(Layer, self.layers[real]).fresh_cache(batch) for real in self.order)
+        return fresh_slots(self, batch)
 
     def forward(
-        self,
-        x_bsd: Tensor,
-        cache: StackCache | None = None,
-        *,
-        path: SsdPath | None = None,
-        mask_bs: Tensor | None = None,
-        reset_bs: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, x_bsd: Tensor, cache: StackCache | None = None, **options: Unpack[Options]
     ) -> tuple[Tensor, StackCache]:
         """The residual stream after the last pair, and what each direction leaves at its end.
 
         `reset_bs` and `cu_seqlens` part sequences for both directions; a reset at the first token concerns only what
         the straight direction starts from. Class latents have outputs of their own.
         """
-        flow, caches = enter(self, x_bsd, mask_bs), check_slots(len(self.order), cache)
+        mask_bs = options.get("mask_bs")
+        flow, caches = Flow(enter(self, x_bsd, mask_bs), mask_bs), check_slots(self, cache)
         if self.stack_latents is not None:
-            if reset_bs is not None or cu_seqlens is not None:
-                raise ValueError("class latents know one sequence per row: give each sequence a row of its own")
-            places, _ = plan(self.config.stack_latents, Cursor(0, x_bsd.shape[1]), x_bsd.shape[1])
-            flow = flow.insert(Splice(self.stack_latents.weight, tuple(places)))
-        mask_bs = flow.mask_bs
-        straight = caller(self.checkpoint_layers, {"path": path, "reset_bs": reset_bs, "cu_seqlens": cu_seqlens})
-        reverse = caller(
-            self.checkpoint_layers,
-            {"path": path, "reset_bs": reverse_resets(reset_bs), "cu_seqlens": reverse_bounds(cu_seqlens)},
-        )
+            check_one_sequence(options)
+            _, splices, _ = plan_levels([(0, self.stack_latents)], None, x_bsd.shape[1], False)
+            flow = flow.insert(splices[0][0])
+        x_bsd, mask_bs, streams = flow.x, flow.mask_bs, self.residual.seed(flow.x)
         flipped_bs = None if mask_bs is None else mask_bs.flip(1)
-        x_bsd, streams = flow.x, self.residual.seed(flow.x)
+        bounds = options.get("cu_seqlens")
+        reversed_options = {"reset_bs": reverse_resets(options.get("reset_bs")), "cu_seqlens": reverse_bounds(bounds)}
+        straight, reverse = calls(self, options), calls(self, {**options, **reversed_options})
         after: list[Any] = []
         for o, pair in enumerate(self.pairs):
-            ahead, back = (self.layers[real] for real in self.order[2 * o : 2 * o + 2])
+            ahead, back = self.order[2 * o : 2 * o + 2]
             # Packed rows come in reverse order as well, and so do their caches.
-            entering = caches[2 * o + 1] if cu_seqlens is None else reverse_rows(caches[2 * o + 1])
-            ahead_bsd, ahead_leaving = straight(ahead, x_bsd, caches[2 * o], mask_bs)
-            back_bsd, back_leaving = reverse(back, x_bsd.flip(1), entering, flipped_bs)
+            entering = caches[2 * o + 1] if bounds is None else reverse_rows(caches[2 * o + 1])
+            ahead_bsd, ahead_leaving = straight[ahead](x_bsd, caches[2 * o], mask_bs=mask_bs)
+            back_bsd, back_leaving = reverse[back](x_bsd.flip(1), entering, mask_bs=flipped_bs)
             delta_bsd = self.merge(pair, ahead_bsd, back_bsd.flip(1))
             x_bsd, streams = self.residual.join(o, x_bsd, streams, delta_bsd)
-            after += [ahead_leaving, back_leaving if cu_seqlens is None else reverse_rows(back_leaving)]
+            after += [ahead_leaving, back_leaving if bounds is None else reverse_rows(back_leaving)]
         return without_absent(x_bsd, mask_bs), tuple(after)
 
     def merge(self, pair: int, straight_bsd: Tensor, reverse_bsd: Tensor) -> Tensor:

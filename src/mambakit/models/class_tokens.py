@@ -4,7 +4,7 @@ A marker is `"start"`, `"middle"`, `"end"` or a number: before the first token, 
 last, or before that token. Where a sequence comes in parts, a cursor says how far it has come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,20 @@ def check_step_without_cursors(*levels: ClassTokens) -> None:
             raise ValueError(
                 f"step with markers {level.markers} needs a cache with cursors: fresh_cache(batch, length)"
             )
+
+
+def check_one_sequence(options: Mapping[str, Any]) -> None:
+    if options.get("reset_bs") is not None or options.get("cu_seqlens") is not None:
+        raise ValueError("class tokens and latents know one sequence per row: give each sequence a row of its own")
+
+
+def batch_with_cursors(cache: Any) -> int:
+    """The number of rows of a cache that has to have cursors."""
+    if not isinstance(cache, ClassCache):
+        raise ValueError("prime needs a cache with cursors; fresh_cache(batch, length) makes one")
+    while not isinstance(cache, Tensor):
+        cache = cache[0]
+    return len(cache)
 
 
 def output_places(markers: Sequence[Marker], full_len: int | None) -> list[tuple[int, int]]:
@@ -158,11 +172,17 @@ class Splice(NamedTuple):
 
 
 def plan_levels(
-    levels: Sequence[tuple[int, ClassTokens]], cursors: Sequence[Cursor], q: int, prime: bool
-) -> tuple[dict[int, list[Splice]], tuple[Cursor, ...]]:
-    """What each level inserts, by the number that comes with it, when `q` tokens reach the first; and the cursors."""
+    levels: Sequence[tuple[int, ClassTokens]], cache: Any, q: int, prime: bool
+) -> tuple[Any, dict[int, list[Splice]], tuple[Cursor, ...] | None]:
+    """The cache inside `cache`; what each level inserts, by the number that comes with it, when `q` tokens reach the
+    first; and the cursors then. Where the cache has none, the tokens are the whole sequence."""
+    has_cursors = isinstance(cache, ClassCache)
+    inner, cursors = cache if has_cursors else (cache, fresh_cursors(levels, q))
     if len(cursors) != len(levels):
-        raise ValueError(f"the cache has {len(cursors)} cursors, but there are {len(levels)} levels of class latents")
+        raise ValueError(
+            f"the cache has {len(cursors)} cursors, expected one for each of {len(levels)} levels of class latents; "
+            "fresh_cache makes them"
+        )
     splices: dict[int, list[Splice]] = {}
     after = []
     for (number, level), cursor in zip(levels, cursors, strict=True):
@@ -170,32 +190,4 @@ def plan_levels(
         splices.setdefault(number, []).append(Splice(level.weight, tuple(places)))
         after.append(cursor)
         q = len(places)
-    return splices, tuple(after)
-
-
-class Flow(NamedTuple):
-    """What one layer hands to the next."""
-
-    x: Tensor
-    mask_bs: Tensor | None = None
-    streams: Tensor | None = None
-    """MultiGate's, with an axis before the last."""
-    carry: Tensor | None = None
-    """Zero, with the gradient of the stack's input: its way around the layers that have none."""
-
-    def insert(self, piece: Splice) -> "Flow":
-        """A row enters the token stream and all gated streams alike."""
-        rows_nd, index = piece
-        streams = carry = None
-        if self.streams is not None:
-            rows_nkd = rows_nd[:, None].expand(-1, self.streams.shape[2], -1)
-            streams = splice(self.streams, rows_nkd, index)
-        if self.carry is not None:
-            carry = splice(self.carry, rows_nd - rows_nd.detach(), index)
-        return Flow(splice(self.x, rows_nd, index), splice_flags(self.mask_bs, index), streams, carry)
-
-    def take_up_carry(self) -> "Flow":
-        if self.carry is None:
-            return self
-        streams = None if self.streams is None else self.streams + self.carry[..., None, :]
-        return Flow(self.x + self.carry, self.mask_bs, streams)
+    return inner, splices, tuple(after) if has_cursors else None

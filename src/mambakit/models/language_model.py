@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from mambakit.blocks.block import Options
 from mambakit.blocks.config import check_positive
 from mambakit.blocks.modules import Linear
-from mambakit.models.layer import make_norm, normed
+from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackCache, StackConfig
+from mambakit.ops.ssd_path import SsdPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,19 +68,26 @@ class LanguageModel(nn.Module):
     def fresh_cache(self, batch: int) -> StackCache:
         return self.backbone.fresh_cache(batch)
 
-    def forward(self, ids_bs: Tensor, cache: StackCache | None = None, **options: Any) -> tuple[Tensor, StackCache]:
+    def forward(
+        self, ids_bs: Tensor, cache: StackCache | None = None, **options: Unpack[Options]
+    ) -> tuple[Tensor, StackCache]:
         """Logits over the real vocabulary, and the cache after the last token; `options` are a block's."""
-        x_bsd, after = self.backbone(self.embed(ids_bs), cache, **options)
-        return self.logits(x_bsd), after
+        with SsdPath.of(options.get("path")).around():
+            x_bsd, after = self.backbone(self.embed(ids_bs), cache, **options)
+            return self.logits(x_bsd), after
 
     def step(self, ids_b: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
         """One token."""
-        x_bd, cache = self.backbone.step(self.embed(ids_b), cache)
-        return self.logits(x_bd), cache
+        if self.backbone.levels:
+            # Without cursors, a step leaves class latents out and a call does not.
+            x_bd, after = self.backbone.step(self.embed(ids_b), cache)
+            return self.logits(x_bd), after
+        logits_bsw, after = self(ids_b[:, None], cache)
+        return logits_bsw[:, 0], after
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.backbone.embedding(ids)
 
     def logits(self, x: Tensor) -> Tensor:
         """Of the residual stream; rows of the head that only pad the vocabulary are left out."""
-        return self.lm_head(normed(self.backbone.norm_f, x))[..., : self.config.vocab_size]
+        return self.lm_head(self.backbone.norm_f(x))[..., : self.config.vocab_size]

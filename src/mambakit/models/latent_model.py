@@ -4,22 +4,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from mambakit.blocks.block import check_flags
+from mambakit.blocks.block import Options, check_flags
 from mambakit.blocks.config import check_positive
 from mambakit.models.class_tokens import (
     ClassCache,
     ClassTokens,
     Cursor,
     Marker,
+    batch_with_cursors,
     check_markers,
+    check_one_sequence,
     check_step_without_cursors,
     length_after,
-    plan,
-    splice,
-    splice_flags,
+    plan_levels,
 )
-from mambakit.models.layer import make_norm, normed
+from mambakit.models.flow import Flow
+from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackCache, StackConfig
 from mambakit.ops.ssd_path import SsdPath
 
@@ -41,21 +43,14 @@ class LatentConfig(StackConfig):
 class LatentModel(nn.Module):
     """Vectors to vectors: `y_bsO, cache = model(x_bsI, cache)`, with the contract of a block."""
 
-    def __init__(
-        self,
-        config: LatentConfig,
-        *,
-        grad_horizon: int | None = None,
-        checkpoint_layers: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ):
+    def __init__(self, config: LatentConfig, *, device: Any = None, dtype: Any = None, **options: Any):
+        """`options`, `grad_horizon` and `checkpoint_layers`, are the stack's."""
         super().__init__()
         self.config = config
         made = {"device": device, "dtype": dtype}
         d_model = config.block.d_model
         self.in_proj = nn.Linear(config.d_input, d_model, **made)
-        self.stack = Stack(config, grad_horizon=grad_horizon, checkpoint_layers=checkpoint_layers, **made)
+        self.stack = Stack(config, **options, **made)
         self.norm_f = make_norm(d_model, config.rms_norm, config.norm_eps, **made) if config.final_norm else None
         self.out_proj = nn.Linear(d_model, config.d_output, **made)
         self.class_tokens = ClassTokens(config.class_tokens, config.d_input, **made) if config.class_tokens else None
@@ -68,34 +63,26 @@ class LatentModel(nn.Module):
         return ClassCache(inner, (Cursor(0, length),))
 
     def forward(
-        self,
-        x_bsI: Tensor,
-        cache: StackCache | None = None,
-        *,
-        path: SsdPath | None = None,
-        mask_bs: Tensor | None = None,
-        reset_bs: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, x_bsI: Tensor, cache: StackCache | None = None, **options: Unpack[Options]
     ) -> tuple[Tensor, StackCache]:
         """Outputs of tokens and class rows, and the cache; the options are a stack's.
 
         With a cache from `fresh_cache`, the sequence continues where it stands; without one, `x_bsI` is all of it.
         """
         self.check_input(x_bsI, 3)
-        if mask_bs is not None:
-            check_flags("mask_bs", mask_bs, x_bsI)
-        if (self.class_tokens or self.stack.levels) and (reset_bs is not None or cu_seqlens is not None):
-            raise ValueError("class tokens know one sequence per row: give each sequence a row of its own")
-        options = {"path": path, "reset_bs": reset_bs, "cu_seqlens": cu_seqlens}
-        return self.advance(x_bsI, cache, mask_bs, options)
+        with SsdPath.of(options.get("path")).around():
+            if self.class_tokens is not None:
+                return self.advance(x_bsI, cache, options)
+            x_bsd, after = self.stack(self.in_proj(x_bsI), cache, **options)
+            return self.out(x_bsd), after
 
     def step(self, x_bI: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
         """One token. With a cursor also the rows around it; the output is that of the last of them."""
         self.check_input(x_bI, 2)
-        if isinstance(cache, ClassCache):
-            y_bsO, cache = self.advance(x_bI[:, None], cache)
-            return y_bsO[:, -1], cache
         if self.class_tokens is not None:
+            if isinstance(cache, ClassCache):
+                y_bsO, after = self(x_bI[:, None], cache)
+                return y_bsO[:, -1], after
             check_step_without_cursors(self.class_tokens)
         x_bd, cache = self.stack.step(self.in_proj(x_bI), cache)
         return self.out(x_bd), cache
@@ -110,38 +97,28 @@ class LatentModel(nn.Module):
         if self.class_tokens is None:
             x_bd, cache = self.stack.prime(cache)
             return None if x_bd is None else self.out(x_bd), cache
-        if not isinstance(cache, ClassCache):
-            raise ValueError("prime needs a cache with cursors; fresh_cache(batch, length) makes one")
-        slots = cache.inner.inner if isinstance(cache.inner, ClassCache) else cache.inner
-        x_bsI = self.in_proj.weight.new_zeros(len(slots[0][0]), 0, self.config.d_input)
-        y_bsO, cache = self.advance(x_bsI, cache, prime=True)
+        none_b0I = self.in_proj.weight.new_zeros(batch_with_cursors(cache), 0, self.config.d_input)
+        y_bsO, cache = self.advance(none_b0I, cache, {}, prime=True)
         return (y_bsO[:, -1] if y_bsO.shape[1] else None), cache
 
     def advance(
-        self,
-        x_bsI: Tensor,
-        cache: StackCache | None,
-        mask_bs: Tensor | None = None,
-        options: dict[str, Any] | None = None,
-        prime: bool = False,
+        self, x_bsI: Tensor, cache: StackCache | None, options: Options, prime: bool = False
     ) -> tuple[Tensor, StackCache]:
-        """The next tokens with the class rows that belong between them, or only those before the next one."""
-        if self.class_tokens is None:
-            x_bsd, cache = self.stack.advance(self.in_proj(x_bsI), cache, mask_bs, options, prime)
-            return self.out(x_bsd), cache
-        has_cursor = isinstance(cache, ClassCache)
-        inner, cursors = cache if has_cursor else (cache, (Cursor(0, x_bsI.shape[1]),))
-        if len(cursors) != 1:
-            raise ValueError(f"the cache has {len(cursors)} cursors, expected one; the model's fresh_cache makes it")
-        cursor = cursors[0]
-        places, cursor = plan(self.class_tokens.markers, cursor, x_bsI.shape[1], prime)
-        x_bsI, mask_bs = splice(x_bsI, self.class_tokens.weight, places), splice_flags(mask_bs, places)
-        x_bsd, inner = self.stack.advance(self.in_proj(x_bsI), inner, mask_bs, options, prime)
-        return self.out(x_bsd), ClassCache(inner, (cursor,)) if has_cursor else inner
+        """`forward` with class tokens; with `prime` only the rows before the next token, and no token."""
+        assert self.class_tokens is not None
+        check_one_sequence(options)
+        mask_bs = options.get("mask_bs")
+        if mask_bs is not None:
+            check_flags("mask_bs", mask_bs, x_bsI)
+        inner, splices, cursors = plan_levels([(0, self.class_tokens)], cache, x_bsI.shape[1], prime)
+        flow = Flow(x_bsI, mask_bs).insert(splices[0][0])
+        options = {**options, "mask_bs": flow.mask_bs}
+        x_bsd, inner = self.stack.advance(self.in_proj(flow.x), inner, options, prime)
+        return self.out(x_bsd), inner if cursors is None else ClassCache(inner, cursors)
 
     def out(self, x: Tensor) -> Tensor:
         # Without a norm, the residual may still be wider than the layers.
-        x = x.to(self.out_proj.weight.dtype) if self.norm_f is None else normed(self.norm_f, x)
+        x = x.to(self.out_proj.weight.dtype) if self.norm_f is None else self.norm_f(x)
         return self.out_proj(x)
 
     def check_input(self, x: Tensor, axes: int) -> None:

@@ -5,40 +5,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
-from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
-from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
+from mambakit.blocks.block import Options
+from mambakit.blocks.config import BlockConfig
+from mambakit.blocks.family import family_of
 from mambakit.blocks.modules import Linear, RMSNorm
-
-BlockConfig = Mamba1Config | Mamba2Config | Mamba3Config
-FAMILIES: dict[str, tuple[type, type[nn.Module]]] = {
-    "mamba1": (Mamba1Config, Mamba1),
-    "mamba2": (Mamba2Config, Mamba2),
-    "mamba3": (Mamba3Config, Mamba3),
-}
+from mambakit.ops.ssd_path import SsdPath
 
 
-def family_of(config: BlockConfig) -> str:
-    for family, (kind, _) in FAMILIES.items():
-        if type(config) is kind:
-            return family
-    raise ValueError(f"block is a {type(config).__name__}, expected a Mamba1Config, Mamba2Config or Mamba3Config")
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` with the weight's dtype for results and the wider one for arithmetic, as `RMSNorm` has them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        wide = torch.promote_types(input.dtype, weight.dtype)
+        bias = None if bias is None else bias.to(wide)
+        y = F.layer_norm(input.to(wide), self.normalized_shape, weight.to(wide), bias, self.eps)
+        return y.to(weight.dtype)
 
 
-def make_norm(width: int, rms: bool, eps: float, **made: Any) -> nn.Module:
-    return RMSNorm(width, eps, **made) if rms else nn.LayerNorm(width, eps, **made)
-
-
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm(x)` in the dtype of the layer, whatever that of the residual."""
-    dtype = norm.weight.dtype
-    assert isinstance(dtype, torch.dtype)
-    if isinstance(norm, nn.LayerNorm):
-        wide = torch.promote_types(x.dtype, dtype)
-        weight, bias = norm.weight.to(wide), None if norm.bias is None else norm.bias.to(wide)
-        return F.layer_norm(x.to(wide), norm.normalized_shape, weight, bias, norm.eps).to(dtype)
-    return norm(x).to(dtype)
+def make_norm(width: int, rms: bool, eps: float, **made: Any) -> RMSNorm | LayerNorm:
+    return RMSNorm(width, eps, **made) if rms else LayerNorm(width, eps, **made)
 
 
 class GatedMLP(nn.Module):
@@ -78,27 +66,29 @@ class Layer(nn.Module):
         super().__init__()
         made = {"device": device, "dtype": dtype}
         self.norm = make_norm(block.d_model, rms_norm, norm_eps, **made)
-        self.mixer = FAMILIES[family_of(block)][1](block, **made)  # type: ignore[call-arg]
-        if d_intermediate:
+        self.mixer = family_of(block).block(block, **made)
+        self.has_mlp = d_intermediate > 0
+        if self.has_mlp:
             self.norm2 = make_norm(block.d_model, rms_norm, norm_eps, **made)
             self.mlp = GatedMLP(block.d_model, d_intermediate, **made)
 
-    def forward(self, x_bsd: Tensor, cache: Any = None, **options: Any) -> tuple[Tensor, Any]:
+    def forward(self, x_bsd: Tensor, cache: Any = None, **options: Unpack[Options]) -> tuple[Tensor, Any]:
         """The layer's delta and cache; `options` (path, masks, packing) are the block's."""
-        delta_bsd, cache = self.mixer(normed(self.norm, x_bsd), cache, **options)
-        return self.with_mlp(x_bsd, delta_bsd), cache
+        with SsdPath.of(options.get("path")).around():
+            delta_bsd, cache = self.mixer(self.norm(x_bsd), cache, **options)
+            return (self.with_mlp(x_bsd, delta_bsd) if self.has_mlp else delta_bsd), cache
 
     def step(self, x_bd: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        delta_bd, cache = self.mixer.step(normed(self.norm, x_bd), cache)  # type: ignore[operator]
-        return self.with_mlp(x_bd, delta_bd), cache
+        """One token."""
+        delta_bsd, cache = self(x_bd[:, None], cache)
+        return delta_bsd[:, 0], cache
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
-        return self.with_mlp(x_bd, self.mixer.step_infinite(normed(self.norm, x_bd)))  # type: ignore[operator]
+        delta_bd = self.mixer.step_infinite(self.norm(x_bd))  # type: ignore[operator]
+        return self.with_mlp(x_bd, delta_bd) if self.has_mlp else delta_bd
 
     def fresh_cache(self, batch: int) -> Any:
         return self.mixer.fresh_cache(batch)  # type: ignore[operator]
 
     def with_mlp(self, x: Tensor, delta: Tensor) -> Tensor:
-        if not hasattr(self, "mlp"):
-            return delta
-        return delta + self.mlp(normed(self.norm2, x + delta))
+        return delta + self.mlp(self.norm2(x + delta))

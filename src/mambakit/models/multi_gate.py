@@ -94,6 +94,11 @@ class Residual(nn.Module):
             count = len(order) if gate.per_virtual_layer else n_real
             self.gates = nn.ModuleList(MultiGate(gate, width, config.norm_eps, **made) for _ in range(count))
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether every output is added and that is all."""
+        return self.gate_of is None and self.first == self.last == -1
+
     def seed(self, x_XXd: Tensor) -> Tensor | None:
         return None if self.gate_of is None else x_XXd[..., None, :]
 

@@ -61,8 +61,9 @@ class QuantizedLinear(nn.Module, ABC):
         return (slice(start, start + rows) for start in range(0, self.out_features, rows))
 
     def forward(self, x: Tensor) -> Tensor:
-        if few_rows.applies(x, self.stored()):
-            return few_rows.multiply(x, self.stored())
+        y = few_rows.multiply(x, self.stored())
+        if y is not None:
+            return y
         wide = torch.promote_types(x.dtype, torch.float32)
         y = torch.cat([self.product(x.to(wide), rows) for rows in self.blocks()], -1)
         return (y if self.bias is None else y + self.bias).to(x.dtype)

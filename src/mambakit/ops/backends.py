@@ -1,66 +1,123 @@
-"""Which implementation runs an operation: torch's operators ("torch"), or the fused CPU kernels ("cpu")."""
+"""Backends, and how a call says which one it wants.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+`"torch"` is torch's own operators, which run everywhere. Every other backend is a folder of `mambakit.kernels` that
+registers kernels behind operations (`operation.py`). `"auto"` takes the first that can run a call.
+
+What a call asks for travels with it: as an argument, or set around a whole model by `use_backend`. The latter is a
+thread's own; see docs/decisions/0008-backends.md for why it is no `ContextVar`.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mambakit.kernels.cpu.library import why_missing
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+"""What has its numbers in its own memory. A subclass may keep them elsewhere."""
 
-BACKENDS = ("auto", "torch", "cpu", "triton")
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-_auto = "auto"
-
-
-@contextmanager
-def auto_means(backend: str) -> Iterator[None]:
-    """Inside, `"auto"` is `backend`, for what has no argument to say so."""
-    global _auto
-    before, _auto = _auto, backend
-    try:
-        yield
-    finally:
-        _auto = before
+_running = threading.local()
+# Set here although it is the default everywhere: compilers guard on an attribute that is there.
+_running.backend, _running.overwrite, _running.notes = "auto", False, None
 
 
-def use_kernels(backend: str, *tensors: Tensor | None) -> bool:
-    """Whether the fused CPU kernels run on `tensors`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Backend:
+    """What is true of all kernels of a backend."""
 
-    `"auto"` takes them wherever they apply: on the CPU, in float32 or narrower, outside `torch.func`'s transforms and
-    forward-mode derivatives. `"cpu"` takes them or raises `ValueError`, `"torch"` never.
-    """
-    if backend == "auto":
-        backend = "torch" if _is_transformed() else _auto
-    if backend == "torch":
-        return False
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown; choose from {', '.join(BACKENDS)}")
-    if backend == "triton":
-        raise ValueError('backend "triton" is not in this version of mambakit; "auto" and "torch" run anywhere')
-    reason = why_missing()
-    if reason is None:
+    name: str
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    """Floating-point dtypes its kernels read; integers are as each operation says."""
+    why_missing: Callable[[], str | None]
+    """None where the backend can be used at all, else one clause for a person."""
+
+    def why_not(self, tensors: Sequence[Tensor | None]) -> str | None:
+        reason = self.why_missing()
+        if reason is not None:
+            return reason
+        if not torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+                return "torch.func's transforms or forward-mode derivatives look at every operation"
+            for tensor in tensors:
+                if tensor is not None and type(tensor) not in PLAIN_TENSORS:
+                    return f"it got a {type(tensor).__name__}, whose numbers a kernel does not find"
         for tensor in tensors:
-            if tensor is not None and (tensor.device.type != "cpu" or not _is_known(tensor.dtype)):
-                reason = f"it got a tensor of {tensor.dtype} on {tensor.device}"
-                break
-    if reason is not None and backend == "cpu":
-        raise ValueError(
-            f'backend "cpu" needs the compiled kernels and float32, bfloat16 or float16 tensors on the CPU: {reason}; '
-            '"torch" runs anywhere'
-        )
-    return reason is None
+            if tensor is None:
+                continue
+            dtype = tensor.dtype
+            unknown = dtype not in self.dtypes and (dtype.is_floating_point or dtype.is_complex)
+            if unknown or tensor.device.type != self.device:
+                return f"it got a tensor of {dtype} on {tensor.device}"
+        return None
 
 
-def _is_known(dtype: torch.dtype) -> bool:
-    return dtype in KERNEL_DTYPES or not (dtype.is_floating_point or dtype.is_complex)
+TORCH = Backend(name="torch", device="any", dtypes=(), why_missing=lambda: None)
+"""torch's operators. An operation whose plain form has a derivative of its own registers it as a kernel of this."""
+BACKENDS: dict[str, Backend] = {}
+"""All that register kernels, in the order in which `"auto"` asks them."""
 
 
-def _is_transformed() -> bool:
-    """Whether `torch.func` or forward-mode derivatives look at every operation, which reaches past `torch.no_grad`."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+def register_backend(backend: Backend) -> Backend:
+    if backend.name in ("auto", "torch") or BACKENDS.setdefault(backend.name, backend) is not backend:
+        raise ValueError(f"a backend named {backend.name!r} is known already; choose another name")
+    return backend
+
+
+def backend_names() -> tuple[str, ...]:
+    """The words a caller may use."""
+    return ("auto", "torch", *BACKENDS)
+
+
+def check_backend(name: str) -> None:
+    if name not in ("auto", "torch") and name not in BACKENDS:
+        raise ValueError(f"backend {name!r} is unknown; choose from {', '.join(backend_names())}")
+
+
+def asked() -> str:
+    """What `use_backend` says here."""
+    return getattr(_running, "backend", "auto")
+
+
+class _Setting:
+    """One of `_running`'s values inside a `with`; a class, because compilers trace it and it costs least."""
+
+    __slots__ = ("before", "name", "value")
+
+    def __init__(self, name: str, value: object):
+        self.name, self.value = name, value
+
+    def __enter__(self) -> None:
+        self.before = getattr(_running, self.name, DEFAULTS[self.name])
+        setattr(_running, self.name, self.value)
+
+    def __exit__(self, *raised: object) -> None:
+        setattr(_running, self.name, self.before)
+
+
+DEFAULTS = {"backend": "auto", "overwrite": False, "notes": None}
+
+
+def use_backend(name: str) -> _Setting:
+    """Inside `with use_backend(name):`, every operation of this thread runs on that backend unless its call names one.
+
+    By name, a backend that cannot be used at all or that cannot run one of its operations raises `ValueError`; an
+    operation it has no kernel for runs in torch's operators. With `"torch"` nothing but those runs.
+    """
+    check_backend(name)
+    return _Setting("backend", name)
+
+
+def overwriting() -> _Setting:
+    """Inside, a step without gradients may turn the states it is given into the new ones instead of making others.
+
+    For who owns the states, such as a decoding loop: a model's states are too large for the allocator to keep at hand,
+    and touching fresh pages costs more than the step.
+    """
+    return _Setting("overwrite", True)
+
+
+def may_overwrite() -> bool:
+    return getattr(_running, "overwrite", False) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -7,9 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.kernels.cpu import causal_conv as kernels
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.operation import TorchOperation
 from mambakit.ops.shapes import bind, check_floats, check_segments
+
+
+def _fake(x_bsv: Tensor, weight_vk: Tensor, *others: Any) -> list[Tensor]:
+    b, s, v = x_bsv.shape
+    widths, _ = others[-2:]
+    return [*(x_bsv.new_empty(b, s, width) for width in widths), x_bsv.new_empty(b, v, weight_vk.shape[1])]
+
+
+CAUSAL_CONV = TorchOperation(
+    "causal_conv",
+    "Tensor x_bsv, Tensor weight_vk, Tensor? bias_v, Tensor? window_bvk, Tensor? segments_bs, Tensor? lengths_b, "
+    "int[] widths, bool silu",
+    _fake,
+    floats=4,
+)
+"""The channels come out in `widths`, each part in memory of its own, so that neither they nor their gradients need to
+be cut apart or put together; last the window after each row's last token."""
 
 
 def causal_conv(
@@ -76,8 +92,9 @@ def causal_conv_in_parts(
     if size.s == 0:
         segments_bs = None
     tensors = (x_bsv, weight_vk, bias_v, window_bvk)
-    if use_kernels(backend, *tensors):
-        *parts, after_bvk = run_kernel(*tensors, segments_bs, lengths_b, widths, silu)
+    kernel = CAUSAL_CONV.choose(backend, *tensors)
+    if kernel is not None:
+        *parts, after_bvk = kernel(*tensors, segments_bs, lengths_b, widths, silu)
         window_dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype
         return [part.to(x_bsv.dtype) for part in parts], after_bvk.to(window_dtype)
     if size.s == 1 and lengths_b is None:
@@ -86,13 +103,6 @@ def causal_conv_in_parts(
         y_bsv = convolve(*tensors, segments_bs)
         window_bvk = last_inputs(x_bsv, window_bvk, size.k, segments_bs, lengths_b)
     return list((F.silu(y_bsv) if silu else y_bsv).split(widths, dim=-1)), window_bvk
-
-
-def run_kernel(*inputs: Any) -> list[Tensor]:
-    inputs = (*(None if t is None else t.float() for t in inputs[:4]), *inputs[4:])
-    # The operator's bookkeeping takes longer than a token's convolution.
-    direct = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(inputs[0]) is Tensor
-    return kernels.convolve(*inputs) if direct else kernels.causal_conv_cpu(*inputs)
 
 
 def convolve_one_token(

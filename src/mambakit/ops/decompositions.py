@@ -8,30 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.ops.selective_scan import scan_tokens
-from mambakit.ops.ssd import into_chunks
+from mambakit.ops.selective_scan import SELECTIVE_SCAN
+from mambakit.ops.ssd import SSD, in_chunks
 from mambakit.ops.ssd_chunked import ssd_minimal
-from mambakit.ops.ssd_recalculated import from_core, ssd_recalculated, to_core
 
 
-def plain_ssd(
-    v_bsmhp: Tensor,
-    b_bsmgr: Tensor,
-    c_bsmgr: Tensor,
-    da_bsh: Tensor,
-    w_now_bsh: Tensor,
-    w_later_bsh: Tensor,
-    state_bhpr: Tensor,
-    segments_bs: Tensor | None,
-    chunk_len: int,
-) -> tuple[Tensor, Tensor]:
-    """`ssd_recalculated` as `ssd_minimal`."""
-    sequence = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh)
-    v, b, c, da, w_now, w_later = (tensor.to(state_bhpr.dtype) for tensor in sequence)
-    chunks = into_chunks(v, b, c, da, w_now, w_later, segments_bs, chunk_len)
-    y_bnlmgqp, state_bgrqp = ssd_minimal(chunks, to_core(state_bhpr, b_bsmgr.shape[3]))
-    y_bsmhp = y_bnlmgqp.flatten(4, 5).flatten(1, 2)[:, : v_bsmhp.shape[1]]
-    return y_bsmhp.to(v_bsmhp.dtype).contiguous(), from_core(state_bgrqp).contiguous()
+def plain_ssd(*inputs_and_backend: Any) -> list[Tensor]:
+    """`SSD` as `ssd_minimal`."""
+    return [tensor.contiguous() for tensor in in_chunks(ssd_minimal, *inputs_and_backend[:-1])]
 
 
 def plain_selective_scan(
@@ -41,9 +25,10 @@ def plain_selective_scan(
     b_bsgr: Tensor,
     c_bsgr: Tensor,
     state_bir: Tensor,
-    fresh_bs: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    *others: Any,
+) -> list[Tensor]:
     """`scan_tokens` by doubling: after step k every state holds the writes of the last 2^k tokens."""
+    *_, fresh_bs, _, _ = others
     width = x_bsi.shape[2] // b_bsgr.shape[2]
     x, dt, b, c = (tensor.to(a_ir.dtype) for tensor in (x_bsi, dt_bsi, b_bsgr, c_bsgr))
     b_bsir, c_bsir = (t.repeat_interleave(width, 2) for t in (b, c))
@@ -62,10 +47,7 @@ def plain_selective_scan(
         decay_bsir = torch.cat([decay_bsir[:, :shift], decay_bsir[:, later] * decay_bsir[:, earlier]], 1)
         shift *= 2
     y_bsi = (state_bsir * c_bsir).sum(-1)
-    return y_bsi.to(x_bsi.dtype), state_bsir[:, -1].contiguous()
+    return [y_bsi.to(x_bsi.dtype), state_bsir[:, -1].contiguous()]
 
 
-DECOMPOSITIONS: dict[Any, Any] = {
-    ssd_recalculated._opoverload: plain_ssd,
-    scan_tokens._opoverload: plain_selective_scan,
-}
+DECOMPOSITIONS: dict[Any, Any] = {SSD.operator: plain_ssd, SELECTIVE_SCAN.operator: plain_selective_scan}

@@ -2,9 +2,15 @@
 
 from torch import Tensor
 
-from mambakit.kernels.cpu.ranks import expand_ranks_cpu
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.operation import TorchOperation
 from mambakit.ops.shapes import bind, check_floats
+
+EXPAND_RANKS = TorchOperation(
+    "expand_ranks",
+    "Tensor x_Ni, Tensor weight_mi",
+    lambda x_Ni, weight_mi: [x_Ni.new_empty(x_Ni.shape[0], *weight_mi.shape)],
+    floats=2,
+)
 
 
 def expand_ranks(x_bshp: Tensor, weight_hmp: Tensor, *, backend: str = "auto") -> Tensor:
@@ -12,8 +18,8 @@ def expand_ranks(x_bshp: Tensor, weight_hmp: Tensor, *, backend: str = "auto") -
     size = bind(x_bshp=x_bshp, weight_hmp=weight_hmp)
     check_floats({"x_bshp": x_bshp}, {"weight_hmp": weight_hmp})
     weight_mhp = weight_hmp.transpose(0, 1)
-    if not use_kernels(backend, x_bshp, weight_hmp):
+    kernel = EXPAND_RANKS.choose(backend, x_bshp, weight_hmp)
+    if kernel is None:
         return (x_bshp[:, :, None] * weight_mhp).to(x_bshp.dtype)
-    x_Ni, weight_mi = x_bshp.flatten(2).flatten(0, 1), weight_mhp.flatten(1)
-    v_Nmi = expand_ranks_cpu(x_Ni.float(), weight_mi.float())
+    (v_Nmi,) = kernel(x_bshp.flatten(2).flatten(0, 1), weight_mhp.flatten(1))
     return v_Nmi.view(size.b, size.s, size.m, size.h, size.p).to(x_bshp.dtype)

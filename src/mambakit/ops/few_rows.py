@@ -1,17 +1,22 @@
-"""Products of a weight matrix with the few rows of a decoding step, for every way in which weights are stored.
+"""The product of a weight matrix with the few rows of a decoding step, for every way in which weights are stored.
 
-They run at the speed of reading the weights, on the CPU, without gradients. `applies` says where.
+Kernels run it at the speed of reading the weights, without gradients. Its plain form is whatever a module does when no
+kernel takes the call.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mambakit.kernels.cpu import matvec as kernels
-from mambakit.kernels.cpu.matvec import BFLOAT16, FLOAT32, GROUP, INT8, MAX_ROWS, NF4, Weights
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.backends import PLAIN_TENSORS
+from mambakit.ops.operation import TorchOperation
 
-__all__ = ["BFLOAT16", "FLOAT32", "GROUP", "INT8", "MAX_ROWS", "NF4", "Weights", "applies", "multiply"]
-
+FLOAT32, BFLOAT16, INT8, NF4 = range(4)
+MAX_ROWS = 16
+"""Rows of x up to which the weights' bytes and not the products take the time."""
+GROUP = 32
+"""Groups of NF4 are multiples of this."""
 # What the tensors of a format have to be, lest a model moved to another dtype be misread.
 DTYPES = {
     FLOAT32: (torch.float32, None),
@@ -19,19 +24,41 @@ DTYPES = {
     INT8: (torch.int8, torch.float32),
     NF4: (torch.uint8, torch.bfloat16),
 }
+FEW_ROWS = TorchOperation(
+    "few_rows",
+    "Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int format, int group",
+    lambda x, weight, *_: [x.new_empty(*x.shape[:-1], weight.shape[0])],
+)
+"""`x @ weight.T + bias` in float32."""
 
 
-def applies(x: Tensor, weights: Weights) -> bool:
-    """Whether the kernels can multiply these, and are the faster way."""
-    if torch.is_grad_enabled() or not 0 < x.numel() <= MAX_ROWS * weights.columns:
-        return False
-    if type(x) is not Tensor:
-        return False
-    return is_stored_well(weights) and not torch.is_autocast_enabled("cpu") and use_kernels("auto", x, weights.weight)
+class Weights(NamedTuple):
+    """A projection as it is stored."""
+
+    format: int
+    columns: int
+    weight: Tensor
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+    group: int = 0
+
+
+def multiply(x: Tensor, weights: Weights) -> Tensor | None:
+    """`x @ weight.T + bias` by a kernel, in the dtype of `x`; None where none takes it."""
+    if torch.is_grad_enabled() or not 0 < x.numel() <= MAX_ROWS * weights.columns or not is_stored_well(weights):
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        return None
+    kernel = FEW_ROWS.offer(x, weights.weight, weights.scales, weights.bias)
+    if kernel is None:
+        return None
+    bias = None if weights.bias is None else weights.bias.float()
+    (y,) = kernel(x.float(), weights.weight, weights.scales, bias, weights.format, weights.group)
+    return y.to(x.dtype)
 
 
 def is_stored_well(weights: Weights) -> bool:
-    """Whether the kernels can read the tensors as they are."""
+    """Whether kernels can read the tensors as they are."""
     scales = None if weights.scales is None else weights.scales.dtype
     tensors = (weights.weight, weights.scales, weights.bias)
     return (
@@ -44,20 +71,4 @@ def is_stored_well(weights: Weights) -> bool:
 
 def is_plain(tensor: Tensor) -> bool:
     """Contiguous numbers in the CPU's memory, and no subclass with ideas of its own."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous() and tensor.device.type == "cpu"
-
-
-def multiply(x: Tensor, weights: Weights) -> Tensor:
-    """`x @ weight.T + bias` in float32, returned in the dtype of `x`."""
-    bias = None if weights.bias is None else weights.bias.float()
-    tensors = (weights.weight,) if weights.scales is None else (weights.weight, weights.scales)
-    return OPERATORS[weights.format](x.float(), *tensors, bias).to(x.dtype)
-
-
-OPERATORS = {
-    FLOAT32: torch.ops.mambakit.matvec_float32.default,
-    BFLOAT16: torch.ops.mambakit.matvec_bfloat16.default,
-    INT8: torch.ops.mambakit.matvec_int8.default,
-    NF4: torch.ops.mambakit.matvec_nf4.default,
-}
-assert kernels.LIBRARY is not None  # the import above defines the operators
+    return type(tensor) in PLAIN_TENSORS and tensor.is_contiguous() and tensor.device.type == "cpu"

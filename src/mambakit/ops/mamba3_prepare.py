@@ -1,12 +1,31 @@
 """Mamba-3's write and read vectors from what a token projects: norm, bias per head, rotation."""
 
+from typing import Any
+
 from torch import Tensor
 
-from mambakit.kernels.cpu import mamba3_prepare as kernels
-from mambakit.ops.backends import use_kernels
 from mambakit.ops.norm import rms_norm
+from mambakit.ops.operation import TorchOperation
 from mambakit.ops.rotation import check_pairing, rotate_all, running_angle
 from mambakit.ops.shapes import bind, check_floats, check_segments
+
+
+def _fake(b_bsmgr: Tensor, c_bsmgr: Tensor, *others: Any) -> list[Tensor]:
+    b, s, m, _, r = b_bsmgr.shape
+    rot_bsa, dt_bsh = others[4:6]
+    h = dt_bsh.shape[2]
+    return [t.new_empty(b, s, m, h, r) for t in (b_bsmgr, c_bsmgr)] + [dt_bsh.new_empty(b, h, rot_bsa.shape[2])]
+
+
+MAMBA3_PREPARE = TorchOperation(
+    "mamba3_prepare",
+    "Tensor b_bsmgr, Tensor c_bsmgr, Tensor b_weight_r, Tensor c_weight_r, Tensor b_bias_hmr, Tensor c_bias_hmr, "
+    "Tensor rot_bsa, Tensor dt_bsh, Tensor? angle_bha, Tensor? segments_bs, float eps, float rotation_range, "
+    "bool neighbours",
+    _fake,
+    floats=9,
+)
+"""B and C per head, `[b, s, m, h, r]`, and the angles after the last token."""
 
 
 def mamba3_prepare(
@@ -45,13 +64,11 @@ def mamba3_prepare(
     if size.g == 0 or size.h % size.g:
         raise ValueError(f"axis 'h' is {size.h} in dt_bsh, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
     tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh, angle_bha)
-    if use_kernels(backend, *tensors):
+    kernel = MAMBA3_PREPARE.choose(backend, *tensors)
+    if kernel is not None:
         if segments_bs is not None:
             check_segments(segments_bs)
-        wide = (None if t is None else t.float() for t in tensors)
-        b_bsmhr, c_bsmhr, last_bha = kernels.mamba3_prepare_cpu(
-            *wide, segments_bs, eps, rotation_range, pairing == "interleaved"
-        )
+        b_bsmhr, c_bsmhr, last_bha = kernel(*tensors, segments_bs, eps, rotation_range, pairing == "interleaved")
         return b_bsmhr.to(b_bsmgr.dtype), c_bsmhr.to(b_bsmgr.dtype), last_bha
     angle_bsha, last_bha = running_angle(rot_bsa, dt_bsh, rotation_range, angle_bha, segments_bs=segments_bs)
     normed = (

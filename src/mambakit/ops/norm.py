@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.kernels.cpu import norm as kernels
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.operation import TorchOperation
 from mambakit.ops.shapes import bind, check_floats
 
 
@@ -46,10 +45,11 @@ def gated_rms_norm(
         raise ValueError(f"z has shape {tuple(z.shape)} but x has {tuple(x.shape)}")
     if weight is not None and weight.shape != (width,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({width},)")
-    if use_kernels(backend, x, z, weight):
+    kernel = FINISH.choose(backend, x, z, weight)
+    if kernel is not None:
         x_N1i, z_Ni = x.reshape(-1, 1, width), None if z is None else z.reshape(-1, width)
-        order = kernels.NORM_FIRST if norm_before_gate else kernels.GATE_FIRST
-        y = run_kernel(x_N1i, None, None, z_Ni, None, None, None, weight, group_size, order, eps)
+        order = NORM_FIRST if norm_before_gate else GATE_FIRST
+        (y,) = kernel(x_N1i, None, None, z_Ni, None, None, None, weight, group_size, order, eps)
         return y.view(x.shape).to(x.dtype)
     return plain_norm(x, z, weight, eps, group_size, norm_before_gate)
 
@@ -99,22 +99,21 @@ def finish(
         "mimo_o_mi": mimo_o_mi,
     }
     group_size = check_group_size(group_size, z_bsi.shape[-1])
-    order = kernels.NORM_FIRST if norm_before_gate else kernels.GATE_FIRST
+    order = NORM_FIRST if norm_before_gate else GATE_FIRST
     inputs = (
         y_bsmi.flatten(0, 1),
         x_bsi.flatten(0, 1),
         skip_i,
         z_bsi.flatten(0, 1),
         *(mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i),
-        *(group_size, kernels.NO_NORM if weight_i is None else order, eps),
+        *(group_size, NO_NORM if weight_i is None else order, eps),
     )
-    if use_kernels(backend, y_bsmi, x_bsi, z_bsi, *parameters.values()):
+    kernel = FINISH.choose(backend, y_bsmi, x_bsi, z_bsi, *parameters.values())
+    if kernel is not None:
         # What the kernel would read past its end, torch's operators refuse.
         bind(y_bsmi=y_bsmi, x_bsi=x_bsi, z_bsi=z_bsi, **parameters)
         check_floats({"y_bsmi": y_bsmi, "x_bsi": x_bsi, "z_bsi": z_bsi}, parameters)
-        out_Ni = run_kernel(*inputs)
-    else:
-        out_Ni = plain_finish(*inputs)
+    (out_Ni,) = plain_finish(*inputs) if kernel is None else kernel(*inputs)
     return out_Ni.view(z_bsi.shape).to(z_bsi.dtype)
 
 
@@ -130,8 +129,8 @@ def plain_finish(
     group: int,
     order: int,
     eps: float,
-) -> Tensor:
-    """The kernel's twin."""
+) -> list[Tensor]:
+    """`FINISH` in torch's operators."""
     if x_Ni is not None and skip_i is not None:
         x_N1i = x_Ni[:, None]
         y_Nmi = torch.addcmul(y_Nmi, skip_i, x_N1i if mimo_x_mi is None else x_N1i * mimo_x_mi)
@@ -139,20 +138,25 @@ def plain_finish(
     if z_Ni is not None:
         z_N1i = z_Ni[:, None]
         gate_Nmi = (z_N1i if mimo_z_mi is None else z_N1i * mimo_z_mi).to(y_Nmi.dtype)
-    if order != kernels.NO_NORM:
-        y_Nmi = plain_norm(y_Nmi, gate_Nmi, weight_i, eps, group, order == kernels.NORM_FIRST)
+    if order != NO_NORM:
+        y_Nmi = plain_norm(y_Nmi, gate_Nmi, weight_i, eps, group, order == NORM_FIRST)
     elif gate_Nmi is not None:
         y_Nmi = y_Nmi * F.silu(gate_Nmi)
     if mimo_o_mi is None and y_Nmi.shape[1] == 1:
-        return y_Nmi[:, 0]
-    return (y_Nmi if mimo_o_mi is None else y_Nmi * mimo_o_mi).sum(1)
+        return [y_Nmi[:, 0]]
+    return [(y_Nmi if mimo_o_mi is None else y_Nmi * mimo_o_mi).sum(1)]
 
 
-def run_kernel(*inputs: Any) -> Tensor:
-    inputs = tuple(t.float() if isinstance(t, Tensor) else t for t in inputs)
-    # The operator's bookkeeping takes longer than a token's norm.
-    direct = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(inputs[0]) is Tensor
-    return kernels.finish(*inputs) if direct else kernels.finish_cpu(*inputs)
+NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
+FINISH = TorchOperation(
+    "finish",
+    "Tensor y_Nmi, Tensor? x_Ni, Tensor? skip_i, Tensor? z_Ni, Tensor? mimo_x_mi, Tensor? mimo_z_mi, "
+    "Tensor? mimo_o_mi, Tensor? weight_i, int group, int order, float eps",
+    lambda y_Nmi, *_: [y_Nmi.new_empty(y_Nmi.shape[0], y_Nmi.shape[2])],
+    floats=8,
+    twin=plain_finish,
+)
+"""Skip, gate, norm and the sum over ranks, in rows of channels; absent parts are None."""
 
 
 def check_group_size(group_size: int | None, width: int) -> int:
@@ -160,27 +164,6 @@ def check_group_size(group_size: int | None, width: int) -> int:
     if group_size < 1 or width % group_size:
         raise ValueError(f"group_size = {group_size} does not divide the {width} channels of x")
     return group_size
-
-
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, group, order, eps = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.options = (group, order, eps)
-
-
-def _backward(ctx: Any, d_out_Ni: Tensor) -> tuple[Tensor | None, ...]:
-    inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[:8]
-    if torch.is_grad_enabled():
-        # Somebody will differentiate this gradient: the kernel's has none, the twin's has.
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(plain_finish(*inputs, *ctx.options), wanted, d_out_Ni, create_graph=True))
-        return *(next(found) if need else None for need in needed), None, None, None
-    found = iter(kernels.finish_backward_cpu(d_out_Ni, *inputs, *ctx.options))
-    every = [None if t is None else next(found) for t in inputs]
-    return *(d if need else None for d, need in zip(every, needed, strict=True)), None, None, None
-
-
-kernels.finish_cpu.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.kernels.cpu.selective_scan import selective_scan_cpu
 from mambakit.ops.activations import softplus
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.backends import TORCH
+from mambakit.ops.operation import TorchOperation
 from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 
 BLOCK_ELEMENTS = 1 << 18
@@ -66,9 +66,9 @@ def selective_scan(
         check_segments(segments_bs)
     dtype = state_dtype(named)
     fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
-    if use_kernels(backend, *named.values()):
-        floats = (None if tensor is None else tensor.float() for tensor in named.values())
-        y_bsi, last_bir = selective_scan_cpu(*floats, fresh_bs, dt_softplus)
+    kernel = SELECTIVE_SCAN.choose(backend, *named.values())
+    if kernel is not None:
+        y_bsi, last_bir = kernel(*named.values(), fresh_bs, dt_softplus)
         return y_bsi.to(x_bsi.dtype), last_bir
     if dt_bias_i is not None:
         dt_bsi = dt_bsi.to(torch.promote_types(dt_bsi.dtype, torch.float32)) + dt_bias_i
@@ -98,7 +98,11 @@ def scan_plainly(
     if length == 1:
         y_bi, state_bir = scan_token(x_bsi[:, 0], dt_bsi[:, 0], a_ir, b_bsgr[:, 0], c_bsgr[:, 0], state_bir)
         return y_bi[:, None], state_bir
-    return scan_tokens(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, fresh_bs)
+    around = (None, None, None)
+    y_bsi, last_bir = SELECTIVE_SCAN.run_plainly(
+        x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, *around, fresh_bs, False
+    )
+    return y_bsi, last_bir
 
 
 def state_dtype(named: dict[str, Tensor | None]) -> torch.dtype:
@@ -254,7 +258,6 @@ def block_gradients(
     return grads
 
 
-@torch.library.custom_op("mambakit::selective_scan", mutates_args=())
 def scan_tokens(
     x_bsi: Tensor,
     dt_bsi: Tensor,
@@ -262,9 +265,10 @@ def scan_tokens(
     b_bsgr: Tensor,
     c_bsgr: Tensor,
     state_bir: Tensor,
-    fresh_bs: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`selective_scan` of checked inputs, `a` and the state in the dtype to compute in; `fresh` marks restarts."""
+    *others: Any,
+) -> list[Tensor]:
+    """`SELECTIVE_SCAN` with a state and nothing around it, `a` and the state in the dtype to compute in."""
+    *_, fresh_bs, _ = others
     g, dtype = b_bsgr.shape[2], a_ir.dtype
     tokens, a_grp = view_tokens(x_bsi, dt_bsi, b_bsgr, c_bsgr, fresh_bs), by_group(a_ir, g)
     y_bsi, last_bir = x_bsi.new_empty(x_bsi.shape), state_bir.new_empty(state_bir.shape)
@@ -279,25 +283,15 @@ def scan_tokens(
                 y_sbg1p[span, rows] = cast(block.c_g1r @ state_lbgrp, y_bsi.dtype)
                 state_bgrp = state_lbgrp[-1]
             last_bir[rows] = by_channel(state_bgrp)
-    return y_bsi, last_bir
+    return [y_bsi, last_bir]
 
 
-@torch.library.custom_op("mambakit::selective_scan_backward", mutates_args=())
-def scan_tokens_backward(
-    dy_bsi: Tensor,
-    d_last_bir: Tensor,
-    x_bsi: Tensor,
-    dt_bsi: Tensor,
-    a_ir: Tensor,
-    b_bsgr: Tensor,
-    c_bsgr: Tensor,
-    state_bir: Tensor,
-    fresh_bs: Tensor | None,
-    needs: list[bool],
-) -> list[Tensor]:
-    """The gradients of the six float inputs of `scan_tokens` in their dtypes, empty where `needs` says no."""
+def scan_tokens_backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor | None]:
+    """The wanted gradients of `scan_tokens`'s inputs in their dtypes."""
+    dy_bsi, d_last_bir = output_grads
+    x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, *_, fresh_bs, _, needs = inputs_and_needs
     inputs = {"x": x_bsi, "dt": dt_bsi, "a": a_ir, "b": b_bsgr, "c": c_bsgr, "state": state_bir}
-    wanted = {name for name, need in zip(inputs, needs, strict=True) if need}
+    wanted = {name for name, need in zip(inputs, needs, strict=False) if need}
     grads = {name: t.new_empty(t.shape if name in wanted else 0) for name, t in inputs.items()}
     g, dtype = b_bsgr.shape[2], a_ir.dtype
     tokens, a_grp = view_tokens(x_bsi, dt_bsi, b_bsgr, c_bsgr, fresh_bs), by_group(a_ir, g)
@@ -323,28 +317,15 @@ def scan_tokens_backward(
                 grads["state"][rows] = by_channel(d_state_bgrp)
     if "a" in wanted:
         grads["a"].copy_(by_channel(d_a_grp))
-    return list(grads.values())
+    return [*grads.values(), None, None, None]
 
 
-@scan_tokens.register_fake
-def _(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, fresh_bs):
-    return x_bsi.new_empty(x_bsi.shape), state_bir.new_empty(state_bir.shape)
-
-
-@scan_tokens_backward.register_fake
-def _(dy_bsi, d_last_bir, x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, fresh_bs, needs):
-    inputs = (x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir)
-    return [t.new_empty(t.shape if need else 0) for t, need in zip(inputs, needs, strict=True)]
-
-
-def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def backward(ctx: Any, dy_bsi: Tensor, d_last_bir: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:6])
-    grads = scan_tokens_backward(dy_bsi, d_last_bir, *ctx.saved_tensors, needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
-
-
-scan_tokens.register_autograd(backward, setup_context=save_inputs)
+SELECTIVE_SCAN = TorchOperation(
+    "selective_scan",
+    "Tensor x_bsi, Tensor dt_bsi, Tensor a_ir, Tensor b_bsgr, Tensor c_bsgr, Tensor? state_bir, Tensor? skip_i, "
+    "Tensor? z_bsi, Tensor? dt_bias_i, Tensor? fresh_bs, bool dt_softplus",
+    lambda x_bsi, dt_bsi, a_ir, *_: [x_bsi.new_empty(x_bsi.shape), a_ir.new_empty(x_bsi.shape[0], *a_ir.shape)],
+    floats=9,
+)
+"""The scan with what stands around it; `fresh` marks tokens that start from a zero state."""
+SELECTIVE_SCAN.implement(TORCH, scan_tokens, scan_tokens_backward)

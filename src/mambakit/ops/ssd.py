@@ -1,16 +1,28 @@
 """The core: one weighted scan behind Mamba-2 and both pathways of Mamba-3."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mambakit.kernels.cpu.ssd import ssd_cpu
-from mambakit.ops.backends import use_kernels
-from mambakit.ops.fused_step import may_overwrite
+from mambakit.ops.backends import TORCH, asked, may_overwrite
+from mambakit.ops.operation import TorchOperation
 from mambakit.ops.segments import before_segment
 from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
 from mambakit.ops.ssd_path import SsdPath
-from mambakit.ops.ssd_recalculated import from_core, ssd_recalculated, to_core
+from mambakit.ops.ssd_recalculated import default_chunk_len, from_core, recalculated, recalculated_backward, to_core
+
+SSD = TorchOperation(
+    "ssd",
+    "Tensor v_bsmhp, Tensor b_bsmgr, Tensor c_bsmgr, Tensor da_bsh, Tensor w_now_bsh, Tensor w_later_bsh, "
+    "Tensor state_bhpr, Tensor? segments_bs, int chunk_len",
+    lambda v, b, c, da, w_now, w_later, state, *_: [v.new_empty(v.shape), state.new_empty(state.shape)],
+    floats=7,
+)
+"""For a non-empty sequence; the state has the dtype to compute in. `chunk_len` 0 leaves the choice to the kernel."""
+SSD.implement(TORCH, recalculated, recalculated_backward)
 
 IN_CHUNKS = {"minimal": ssd_minimal, "serial": ssd_serial}
 
@@ -77,44 +89,50 @@ def scan(
     segments_bs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`ssd` for tensors that are known to fit together, which takes a token longer to check than to scan."""
-    s, m, p = v_bsmhp.shape[1], v_bsmhp.shape[2], v_bsmhp.shape[4]
-    g, r = b_bsmgr.shape[3:]
-    kernels = takes_kernels(path, v_bsmhp, da_bsh, w_now_bsh, w_later_bsh, state_bhpr)
-    dtype = torch.promote_types(v_bsmhp.dtype, torch.float32)
+    s, dtype = v_bsmhp.shape[1], torch.promote_types(v_bsmhp.dtype, torch.float32)
+    sequence = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh)
+    recalculates = path.algorithm == "serial_recalculated"
+    if not recalculates and path.backend not in ("auto", "torch"):
+        raise ValueError(
+            f'backend "{path.backend}" has fused kernels for algorithm "serial_recalculated" only, '
+            f'not for "{path.algorithm}"; "torch" runs all'
+        )
+    # The recurrence itself is the shortest way through one token, unless a kernel is asked for by name.
+    named = asked() if path.backend == "auto" else path.backend
+    kernel = SSD.choose(path.backend, *sequence, state_bhpr) if recalculates and (s > 1 or named != "auto") else None
     state_bhpr = state_bhpr.to(dtype)
     if s == 0:
         return v_bsmhp.clone(), state_bhpr.clone()
-    sequence = [v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh]
     with full_precision(v_bsmhp.device):
-        if s == 1 and path.backend != "cpu":
+        if kernel is not None:
+            y_bsmhp, state_bhpr = kernel(*sequence, state_bhpr, segments_bs, path.chunk_len or 0)
+            return y_bsmhp, state_bhpr
+        if s == 1:
             v, b, c, da, w_now = (tensor[:, 0].to(dtype) for tensor in sequence[:5])
             w_later = w_now if w_later_bsh is w_now_bsh else w_later_bsh[:, 0].to(dtype)
             y_bmhp, state_bhpr = one_token(v, b, c, da, w_now, w_later, state_bhpr)
             return y_bmhp[:, None].to(v_bsmhp.dtype), state_bhpr
-        if kernels:
-            return ssd_cpu(*sequence, state_bhpr, segments_bs, path.chunk_len or 0)
-        # The pairs of a chunk number (l m)^2: with several ranks, chunks as much shorter take half the time.
-        optimal = max(SsdPath.optimal_chunk_len(r, p) // m, 16)
-        chunk_len = min(path.chunk_len or optimal, s)
-        if path.algorithm == "serial_recalculated":
-            return ssd_recalculated(*sequence, state_bhpr, segments_bs, chunk_len)
-        v, b, c, da, w_now, w_later = (tensor.to(dtype) for tensor in sequence)
-        chunks = into_chunks(v, b, c, da, w_now, w_later, segments_bs, chunk_len)
-        y_bnlmgqp, state_bgrqp = IN_CHUNKS[path.algorithm](chunks, to_core(state_bhpr, g))
-        y_bsmhp = y_bnlmgqp.flatten(4, 5).flatten(1, 2)[:, :s]
-        return y_bsmhp.to(v_bsmhp.dtype), from_core(state_bgrqp)
+        if recalculates:
+            y_bsmhp, state_bhpr = SSD.run_plainly(*sequence, state_bhpr, segments_bs, path.chunk_len or 0)
+            return y_bsmhp, state_bhpr
+        return in_chunks(IN_CHUNKS[path.algorithm], *sequence, state_bhpr, segments_bs, path.chunk_len or 0)
 
 
-def takes_kernels(path: SsdPath, *tensors: Tensor | None) -> bool:
-    """Whether the fused kernels run; they implement one algorithm, and asked for by name with another they raise."""
-    if path.algorithm == "serial_recalculated":
-        return use_kernels(path.backend, *tensors)
-    if path.backend == "cpu":
-        raise ValueError(
-            f'backend "cpu" has fused kernels for algorithm "serial_recalculated" only, not for "{path.algorithm}"; '
-            '"torch" runs all'
-        )
-    return use_kernels("torch" if path.backend == "auto" else path.backend)
+def in_chunks(
+    algorithm: Callable[[SsdChunks, Tensor], tuple[Tensor, Tensor]],
+    v_bsmhp: Tensor,
+    b_bsmgr: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor]:
+    """`SSD`'s inputs through an algorithm that takes all chunks at once."""
+    *coefficients, state_bhpr, segments_bs, chunk_len = others
+    s, dtype = v_bsmhp.shape[1], state_bhpr.dtype
+    chunk_len = min(chunk_len or default_chunk_len(v_bsmhp, b_bsmgr), s)
+    v, b, c, da, w_now, w_later = (tensor.to(dtype) for tensor in (v_bsmhp, b_bsmgr, *coefficients))
+    chunks = into_chunks(v, b, c, da, w_now, w_later, segments_bs, chunk_len)
+    y_bnlmgqp, state_bgrqp = algorithm(chunks, to_core(state_bhpr, b_bsmgr.shape[3]))
+    y_bsmhp = y_bnlmgqp.flatten(4, 5).flatten(1, 2)[:, :s]
+    return y_bsmhp.to(v_bsmhp.dtype), from_core(state_bgrqp)
 
 
 def one_token(
@@ -128,7 +146,7 @@ def one_token(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence itself, for decoding: as few passes over the state as there are."""
     decay_bh11 = da_bh.exp()[..., None, None]
-    held_bhpr = state_bhpr.mul_(decay_bh11) if may_overwrite(state_bhpr) else decay_bh11 * state_bhpr
+    held_bhpr = state_bhpr.mul_(decay_bh11) if may_overwrite() else decay_bh11 * state_bhpr
     # Without gradients nobody else needs the decayed state: writing into it saves the pages of a second one.
     in_place = not torch.is_grad_enabled()
     if w_now_bh is w_later_bh:

@@ -1,10 +1,11 @@
 """Which algorithm runs the scan, and how long its chunks are: `SsdPath`."""
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mambakit.ops.backends import BACKENDS
+from mambakit.ops.backends import check_backend, use_backend
 
 ALGORITHMS = ("minimal", "serial", "serial_recalculated")
 
@@ -33,8 +34,7 @@ class SsdPath:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm {self.algorithm!r} is unknown; choose from {', '.join(ALGORITHMS)}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend {self.backend!r} is unknown; choose from {', '.join(BACKENDS)}")
+        check_backend(self.backend)
         if self.chunk_len is not None and (type(self.chunk_len) is not int or self.chunk_len < 1):
             raise ValueError(f"chunk_len is {self.chunk_len!r}, expected a positive integer or None")
 
@@ -44,6 +44,12 @@ class SsdPath:
         if path is not None and not isinstance(path, SsdPath):
             raise ValueError(f"path is {path!r}, expected an SsdPath such as SsdPath.serial(64)")
         return path or DEFAULT
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        """What surrounds the scan runs in this: on the path's backend, or on torch's operators where not that of
+        `serial_recalculated` but an algorithm that can be differentiated twice is asked for."""
+        backend = self.backend if self.algorithm == "serial_recalculated" else "torch"
+        return contextlib.nullcontext() if backend == "auto" else use_backend(backend)
 
     @classmethod
     def minimal(cls, chunk_len: int | None = None) -> "SsdPath":

@@ -1,12 +1,12 @@
 """The serial scan with a backward of its own: it keeps the inputs only and visits one chunk at a time.
 
-Two custom operators, so that `torch.compile` and `torch.export` see one node each and no unrolled loop. The derivation
-of the backward is in docs/math.md, "The recalculated backward".
+It stands behind the torch operator of `SSD`, so that `torch.compile` and `torch.export` see one node and no unrolled
+loop. The derivation of the backward is in docs/math.md, "The recalculated backward".
 """
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,19 +26,20 @@ from mambakit.ops.ssd_chunked import (
     running_sum,
     write_chunk,
 )
+from mambakit.ops.ssd_path import SsdPath
 
 
 class Sequence(NamedTuple):
     """The core's inputs, whole and in their own dtypes: what the backward keeps."""
 
+    dtype: torch.dtype
+    segments_bs: Tensor | None
     v_bsmhp: Tensor
     b_bsmgr: Tensor
     c_bsmgr: Tensor
     da_bsh: Tensor
     w_now_bsh: Tensor
     w_later_bsh: Tensor
-    segments_bs: Tensor | None
-    dtype: torch.dtype
 
     def cut(self, span: slice) -> SsdChunks:
         """The tokens of `span` as one chunk."""
@@ -81,60 +82,50 @@ def advance(x: SsdChunks, state_bgrqp: Tensor) -> Tensor:
     return decay_bg1q1 * state_bgrqp + write_chunk(x, a_bnlgq)[:, 0]
 
 
-@torch.library.custom_op("mambakit::ssd_recalculated", mutates_args=())
-def ssd_recalculated(
-    v_bsmhp: Tensor,
-    b_bsmgr: Tensor,
-    c_bsmgr: Tensor,
-    da_bsh: Tensor,
-    w_now_bsh: Tensor,
-    w_later_bsh: Tensor,
-    state_bhpr: Tensor,
-    segments_bs: Tensor | None,
-    chunk_len: int,
-) -> tuple[Tensor, Tensor]:
-    """`ssd` for a non-empty sequence. The state has the dtype to compute in."""
-    x = Sequence(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, segments_bs, state_bhpr.dtype)
-    y_bsmhp = torch.empty_like(v_bsmhp, memory_format=torch.contiguous_format)
-    state_bgrqp = to_core(state_bhpr, b_bsmgr.shape[3])
-    with full_precision(v_bsmhp.device):
-        for span in spans(v_bsmhp.shape[1], chunk_len):
+def default_chunk_len(v_bsmhp: Tensor, b_bsmgr: Tensor) -> int:
+    # The pairs of a chunk number (l m)^2: with several ranks, chunks as much shorter take half the time.
+    optimal = SsdPath.optimal_chunk_len(b_bsmgr.shape[-1], v_bsmhp.shape[-1])
+    return max(optimal // v_bsmhp.shape[2], 16)
+
+
+def read_inputs(*inputs: Any) -> tuple[Sequence, Tensor, int]:
+    """The inputs of `SSD`: its sequence, the entering state and the length of chunks."""
+    *sequence, state_bhpr, segments_bs, chunk_len = inputs
+    x = Sequence(state_bhpr.dtype, segments_bs, *sequence)
+    return x, state_bhpr, min(chunk_len or default_chunk_len(x.v_bsmhp, x.b_bsmgr), x.v_bsmhp.shape[1])
+
+
+def recalculated(*inputs: Any) -> list[Tensor]:
+    """The outputs and the last state of `SSD`."""
+    x, state_bhpr, chunk_len = read_inputs(*inputs)
+    y_bsmhp = x.v_bsmhp.new_empty(x.v_bsmhp.shape)
+    state_bgrqp = to_core(state_bhpr, x.b_bsmgr.shape[3])
+    with full_precision(y_bsmhp.device):
+        for span in spans(y_bsmhp.shape[1], chunk_len):
             chunk = x.cut(span)
             a_bnlgq = running_sum(chunk.da_bnlgq)
             y_bnlmgqp = read_own_chunk(chunk, gap_by_difference(chunk, a_bnlgq))
             y_bnlmgqp += read_entering(chunk, a_bnlgq, state_bgrqp[:, None])
             y_bsmhp[:, span] = y_bnlmgqp[:, 0].flatten(3, 4)
             state_bgrqp = advance(chunk, state_bgrqp)
-    return y_bsmhp, from_core(state_bgrqp)
+    return [y_bsmhp, from_core(state_bgrqp)]
 
 
-@torch.library.custom_op("mambakit::ssd_recalculated_backward", mutates_args=())
-def ssd_recalculated_backward(
-    d_y_bsmhp: Tensor,
-    d_state_bhpr: Tensor,
-    v_bsmhp: Tensor,
-    b_bsmgr: Tensor,
-    c_bsmgr: Tensor,
-    da_bsh: Tensor,
-    w_now_bsh: Tensor,
-    w_later_bsh: Tensor,
-    state_bhpr: Tensor,
-    segments_bs: Tensor | None,
-    chunk_len: int,
-) -> list[Tensor]:
-    """Gradients of the seven inputs of `ssd_recalculated`, in its order."""
-    inputs = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh)
-    x = Sequence(*inputs, segments_bs, state_bhpr.dtype)
-    grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
-    groups = b_bsmgr.shape[3]
+def recalculated_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]:
+    """Gradients of the seven floating-point inputs of `SSD`, in its order."""
+    *inputs, _ = inputs_and_needs
+    x, state_bhpr, chunk_len = read_inputs(*inputs)
+    d_y_bsmhp, d_state_bhpr = grads
+    found = [tensor.new_empty(tensor.shape) for tensor in inputs[:6]]
+    groups = x.b_bsmgr.shape[3]
     d_state_bgrqp = to_core(d_state_bhpr, groups)
-    with full_precision(v_bsmhp.device):
+    with full_precision(d_y_bsmhp.device):
         for span, entering_bgrqp in entering_backwards(x, to_core(state_bhpr, groups), chunk_len):
             d_y_bnlmgqp = d_y_bsmhp[:, None, span].unflatten(4, (groups, -1)).to(x.dtype)
             d_chunk, d_state_bgrqp = chunk_backward(x.cut(span), entering_bgrqp, d_y_bnlmgqp, d_state_bgrqp)
-            for whole, part in zip(grads, d_chunk, strict=True):
+            for whole, part in zip(found, d_chunk, strict=True):
                 whole[:, span] = part[:, 0].reshape(whole[:, span].shape)
-    return [*grads, from_core(d_state_bgrqp)]
+    return [*found, from_core(d_state_bgrqp)]
 
 
 def entering_backwards(x: Sequence, state_bgrqp: Tensor, chunk_len: int) -> Iterator[tuple[slice, Tensor]]:
@@ -223,30 +214,3 @@ def sum_of_crossing(d_gap_lt: Tensor) -> Tensor:
     below_lt = torch.ones(length, length, dtype=d_gap_lt.dtype, device=d_gap_lt.device).tril(-1)
     up_to_lt = d_gap_lt.cumsum(-1).mul_(below_lt)
     return torch.nn.functional.pad(up_to_lt.sum(-2)[..., :-1], (1, 0))
-
-
-@ssd_recalculated.register_fake
-def _(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr, segments_bs, chunk_len):
-    return torch.empty_like(v_bsmhp, memory_format=torch.contiguous_format), torch.empty_like(
-        state_bhpr, memory_format=torch.contiguous_format
-    )
-
-
-@ssd_recalculated_backward.register_fake
-def _(d_y_bsmhp, d_state_bhpr, *inputs_and_options):
-    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs_and_options[:7]]
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, segments_bs, chunk_len = inputs
-    ctx.save_for_backward(*tensors, segments_bs)
-    ctx.chunk_len = chunk_len
-
-
-def _backward(ctx, d_y_bsmhp, d_state_bhpr):
-    grads = ssd_recalculated_backward(d_y_bsmhp, d_state_bhpr, *ctx.saved_tensors, ctx.chunk_len)
-    wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, None
-
-
-ssd_recalculated.register_autograd(_backward, setup_context=_keep_inputs)

@@ -7,7 +7,7 @@ gamma_t = lambda_t dt_t                                    beta_t = (1 - lambda_
 import torch
 from torch import Tensor
 
-from mambakit.ops.fused_step import may_overwrite
+from mambakit.ops.backends import may_overwrite
 from mambakit.ops.shapes import bind, full_precision
 from mambakit.ops.ssd import add_write, ssd
 from mambakit.ops.ssd_path import SsdPath
@@ -81,7 +81,7 @@ def _single(v, b, c, da_bsh, gamma_bsh, left_bsh, state_bhpr, v_last_bmhp, b_las
     if v.shape[1]:
         last = (tensor.to(left_bsh.dtype) for tensor in (v_last_bmhp, b_last_bmgr))
         state_bhpr = state_bhpr.to(left_bsh.dtype)
-        state_bhpr = add_write(state_bhpr, left_bsh[:, 0], *last, in_place=may_overwrite(state_bhpr))
+        state_bhpr = add_write(state_bhpr, left_bsh[:, 0], *last, in_place=may_overwrite())
     # The last token has no successor here; its left-end share is added by the next call.
     w_later_bsh = gamma_bsh
     if v.shape[1] != 1:

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
-from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
-from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
+from mambakit.blocks.block import Block
+from mambakit.blocks.family import family_of
 from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.ops.backends import use_kernels
+from mambakit.ops.ssd import SSD
 from mambakit.ops.ssd_path import SsdPath
-from mambakit.tools.measure import gemm_task, interleaved, median, peak_bytes, read_task, ssd_flops
+from mambakit.tools.measure import gemm_task, interleaved, median, peak_bytes, read_task
 
 KINDS = ("forward", "train", "step")
 
@@ -23,22 +22,6 @@ class Subject(NamedTuple):
     module: nn.Module
     inputs: Tensor
     paths: list[SsdPath]
-
-
-def family_config(family: str, d_model: int, **sizes: Any) -> Any:
-    """The config of a family by name; sizes that are None take the family's default."""
-    given = {name: value for name, value in sizes.items() if value is not None}
-    if family == "mamba1":
-        given.pop("per_head_dim", None)
-        return Mamba1Config(d_model=d_model, **given)
-    if family == "mamba2":
-        return Mamba2Config(d_model=d_model, **given)
-    return Mamba3Config(d_model=d_model, is_mimo=family == "mamba3-mimo", **given)
-
-
-def make_block(config: Any) -> nn.Module:
-    kinds = {Mamba1Config: Mamba1, Mamba2Config: Mamba2, Mamba3Config: Mamba3}
-    return kinds[type(config)](config)
 
 
 def make_model(config: Any, layers: int, vocabulary: int) -> LanguageModel:
@@ -99,7 +82,7 @@ def measure(subject: Subject, kinds: Iterable[str], repeats: int) -> tuple[list[
 
 def runs_kernels(subject: Subject, path: SsdPath) -> bool:
     parameter = next(subject.module.parameters())
-    return path.algorithm == "serial_recalculated" and use_kernels(path.backend, parameter)
+    return path.algorithm == "serial_recalculated" and SSD.choose(path.backend, parameter) is not None
 
 
 def floor_seconds(subject: Subject, kind: str, limits: dict[str, float]) -> float:
@@ -111,21 +94,11 @@ def floor_seconds(subject: Subject, kind: str, limits: dict[str, float]) -> floa
 
 
 def module_flops(module: nn.Module, tokens: int) -> float:
-    """Of a forward's matrix products: every projection, and the scan of Mamba-2 and Mamba-3 at chunks of 64."""
+    """Of a forward's matrix products: every projection, and what else a family has."""
     total = 0.0
     for part in module.modules():
         if isinstance(part, nn.Linear):
             total += 2.0 * tokens * part.weight.numel()
-        elif isinstance(part, (Mamba2, Mamba3)):
-            c = part.config
-            per_head = isinstance(part, Mamba3)
-            total += ssd_flops(
-                tokens=tokens,
-                heads=c.nheads,
-                per_head_dim=c.per_head_dim,
-                state_rank=c.state_rank,
-                groups=c.nheads if per_head else c.ngroups,
-                ranks=c.ranks if per_head else 1,
-                chunk_len=64 // (c.ranks if per_head else 1),
-            )
+        elif isinstance(part, Block):
+            total += family_of(part).flops(part.config, tokens)
     return total

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mambakit.blocks.mamba1 import Mamba1, Mamba1Config
-from mambakit.blocks.mamba2 import Mamba2, Mamba2Config
-from mambakit.blocks.mamba3 import Mamba3, Mamba3Config
+from mambakit.blocks.block import Block
+from mambakit.blocks.family import presets
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd import ssd
@@ -97,7 +96,8 @@ def checks_of(limit: float, gradient_limit: float) -> Iterator[tuple[str, Callab
     """What is measured, how, and the largest error allowed."""
     yield "ssd, known answer", ssd_error, limit
     yield "selective scan, known answer", scan_error, limit
-    for name, make in BLOCKS.items():
+    for name, (family, given) in presets().items():
+        make = partial(family.block, family.configure(family.example, given))
         yield f"{name}, forward = step", partial(step_error, make), limit
         yield f"{name}, gradients", partial(gradient_error, make), gradient_limit
 
@@ -105,14 +105,6 @@ def checks_of(limit: float, gradient_limit: float) -> Iterator[tuple[str, Callab
 def backends(device: str, dtype: torch.dtype) -> list[str]:
     has_kernels = device == "cpu" and dtype != torch.float64 and why_missing() is None
     return ["torch", "cpu"] if has_kernels else ["torch"]
-
-
-BLOCKS: dict[str, Any] = {
-    "Mamba-1": lambda: Mamba1(Mamba1Config(d_model=24, state_rank=5)),
-    "Mamba-2": lambda: Mamba2(Mamba2Config(d_model=24, state_rank=10, per_head_dim=12, ngroups=2)),
-    "Mamba-3": lambda: Mamba3(Mamba3Config(d_model=24, state_rank=12, per_head_dim=12)),
-    "Mamba-3 MIMO": lambda: Mamba3(Mamba3Config(d_model=24, state_rank=12, per_head_dim=12, is_mimo=True)),
-}
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -160,7 +152,7 @@ def scan_error(path: SsdPath, device: torch.device, dtype: torch.dtype) -> float
     return max(relative(y[0], torch.stack(expected)), relative(last[0], h))
 
 
-def made(make: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def made(make: Any, device: torch.device, dtype: torch.dtype) -> Block:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return make().to(device, dtype)
@@ -168,7 +160,8 @@ def made(make: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 def step_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
     draw = drawer(4)
-    block, x = made(make, device, dtype), draw(2, 9, 24).to(device, dtype)
+    block = made(make, device, dtype)
+    x = draw(2, 9, block.d_model).to(device, dtype)
     with torch.no_grad():
         whole, last = block(x, path=path)
         cache, steps = None, []
@@ -183,9 +176,10 @@ def step_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.dtyp
 def gradient_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
     """Gradients of the input and of every parameter against the same block in float64 on the CPU."""
     draw = drawer(5)
-    block, x = made(make, device, dtype), draw(2, 40, 24).to(dtype)
+    block = made(make, device, dtype)
+    x = draw(2, 40, block.d_model).to(dtype)
     twin = made(make, torch.device("cpu"), dtype).double()
-    weight = draw(2, 40, 24)
+    weight = draw(*x.shape)
 
     def gradients(module: nn.Module, x: Tensor, path: SsdPath) -> list[Tensor]:
         x = x.clone().requires_grad_()

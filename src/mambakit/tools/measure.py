@@ -72,16 +72,6 @@ def peak_bytes(task: Callable[[], Any]) -> int:
     return peak
 
 
-def ssd_flops(*, tokens: int, heads: int, per_head_dim: int, state_rank: int, groups: int, ranks: int, chunk_len: int):
-    """Of one forward's matrix products: c.b per group, the pairs of a chunk, and the two with the state.
-
-    Pairs count in full squares, as a library of matrix products would compute them.
-    """
-    rows, channels = tokens * ranks, heads * per_head_dim
-    pairs = chunk_len * ranks * (groups * state_rank + channels)
-    return 2.0 * rows * (pairs + 2 * channels * state_rank)
-
-
 def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),

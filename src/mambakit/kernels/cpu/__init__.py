@@ -1,0 +1,25 @@
+"""Fused kernels for the CPU, each registered behind its operation when this is imported."""
+
+from mambakit.kernels.cpu import (
+    causal_conv,
+    decode,
+    expand_ranks,
+    few_rows,
+    fused_step,
+    mamba3_prepare,
+    norm,
+    selective_scan,
+    ssd,
+)
+
+__all__ = [
+    "causal_conv",
+    "decode",
+    "expand_ranks",
+    "few_rows",
+    "fused_step",
+    "mamba3_prepare",
+    "norm",
+    "selective_scan",
+    "ssd",
+]

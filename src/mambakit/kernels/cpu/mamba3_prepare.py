@@ -1,4 +1,4 @@
-"""Mamba-3's B and C as two operators: normed, biased and turned, and all gradients from the inputs alone.
+"""Mamba-3's B and C, normed, biased and turned, and all gradients from the inputs alone.
 
 Everything is float32 but the running angles; see `mamba3_prepare.h` and `rotation.h`.
 """
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.library import kernel, pointer
 from mambakit.kernels.cpu.pages import empty
+from mambakit.ops.mamba3_prepare import MAMBA3_PREPARE
 
 # Tokens of a block, as in rotation.h.
 BLOCK = 64
@@ -19,61 +21,22 @@ BLOCK = 64
 INPUTS = "iiiiiiiif" + "piipp" + "piipp" + "pii" + "pdpp" + "p"
 
 
-@torch.library.custom_op("mambakit::mamba3_prepare_cpu", mutates_args=())
-def mamba3_prepare_cpu(
-    b_bsmgr: Tensor,
-    c_bsmgr: Tensor,
-    b_weight_r: Tensor,
-    c_weight_r: Tensor,
-    b_bias_hmr: Tensor,
-    c_bias_hmr: Tensor,
-    rot_bsa: Tensor,
-    dt_bsh: Tensor,
-    angle_bha: Tensor | None,
-    segments_bs: Tensor | None,
-    eps: float,
-    rotation_range: float,
-    neighbours: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """B and C per head, `[b, s, m, h, r]`, and the angles after the last token."""
-    given = Inputs(
-        (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh),
-        angle_bha,
-        segments_bs,
-        (eps, rotation_range, neighbours),
-    )
+def prepare(*inputs: Any) -> list[Tensor]:
+    given = Inputs(*inputs)
     outputs = [empty(*shape) for shape in given.output_shapes()]
     kernel("mamba3_prepare", INPUTS + "ppp")(*given.arguments(), *map(pointer, outputs))
-    return outputs[0], outputs[1], outputs[2]
+    return outputs
 
 
-@torch.library.custom_op("mambakit::mamba3_prepare_backward_cpu", mutates_args=())
-def mamba3_prepare_backward_cpu(
-    d_b_bsmhr: Tensor,
-    d_c_bsmhr: Tensor,
-    d_last_bha: Tensor | None,
-    b_bsmgr: Tensor,
-    c_bsmgr: Tensor,
-    b_weight_r: Tensor,
-    c_weight_r: Tensor,
-    b_bias_hmr: Tensor,
-    c_bias_hmr: Tensor,
-    rot_bsa: Tensor,
-    dt_bsh: Tensor,
-    angle_bha: Tensor | None,
-    segments_bs: Tensor | None,
-    eps: float,
-    rotation_range: float,
-    neighbours: bool,
-) -> list[Tensor]:
-    """Gradients of the floating-point inputs in their order, that of the angles also where none were given."""
-    tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh)
-    given = Inputs(tensors, angle_bha, segments_bs, (eps, rotation_range, neighbours))
+def prepare_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]:
+    *inputs, _ = inputs_and_needs
+    b_bsmgr, c_bsmgr, *_, rot_bsa, dt_bsh = inputs[:8]
+    given = Inputs(*inputs)
     b, s, h, a, m, _, r = given.sizes
     d_theta_bsha = empty(b, s, h, a)
     d_b, d_c, d_rot, d_dt = (empty(*t.shape) for t in (b_bsmgr, c_bsmgr, rot_bsa, dt_bsh))
     d_angle_bha, sums = dt_bsh.new_empty(b, h, a), dt_bsh.new_empty(2 * (h * m + 1) * r)
-    d_outputs = [None if d is None else d.contiguous() for d in (d_b_bsmhr, d_c_bsmhr, d_last_bha)]
+    d_outputs = [None if d is None else d.contiguous() for d in grads]
     outputs = (d_theta_bsha, d_b, d_c, d_rot, d_dt, d_angle_bha, sums)
     kernel("mamba3_prepare_backward", INPUTS + "ppp" + "ppppppp")(
         *given.arguments(), *map(pointer, d_outputs), *map(pointer, outputs)
@@ -88,21 +51,15 @@ def mamba3_prepare_backward_cpu(
 class Inputs:
     """What both kernels read, laid out as they read it."""
 
-    def __init__(
-        self,
-        tensors: tuple[Tensor, ...],
-        angle_bha: Tensor | None,
-        segments_bs: Tensor | None,
-        options: tuple[float, float, bool],
-    ) -> None:
-        b_bsmgr, c_bsmgr, *parameters, rot_bsa, dt_bsh = tensors
+    def __init__(self, *inputs: Any) -> None:
+        b_bsmgr, c_bsmgr, *parameters, rot_bsa, dt_bsh, angle_bha, segments_bs = inputs[:10]
         self.b, self.c, self.rot = (
             tokens_in_one_piece(b_bsmgr),
             tokens_in_one_piece(c_bsmgr),
             tokens_in_one_piece(rot_bsa),
         )
         self.parameters = [t.contiguous() for t in parameters]
-        self.dt, self.options = dt_bsh.contiguous(), options
+        self.dt, self.options = dt_bsh.contiguous(), inputs[10:]
         self.angle = None if angle_bha is None else angle_bha.contiguous()
         self.segments = None if segments_bs is None else segments_bs.to(torch.int64).contiguous()
         b, s, m, g, r = b_bsmgr.shape
@@ -137,30 +94,4 @@ def tokens_in_one_piece(x_bsX: Tensor) -> Tensor:
     return x_bsX
 
 
-@mamba3_prepare_cpu.register_fake
-def _(b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh, *others):
-    b, s, m, _, r = b_bsmgr.shape
-    h, a = dt_bsh.shape[2], rot_bsa.shape[2]
-    return b_bsmgr.new_empty(b, s, m, h, r), c_bsmgr.new_empty(b, s, m, h, r), dt_bsh.new_empty(b, h, a)
-
-
-@mamba3_prepare_backward_cpu.register_fake
-def _(d_b_bsmhr, d_c_bsmhr, d_last_bha, *inputs):
-    dt_bsh, rot_bsa = inputs[7], inputs[6]
-    angle_bha = dt_bsh.new_empty(dt_bsh.shape[0], dt_bsh.shape[2], rot_bsa.shape[2])
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*inputs[:8], angle_bha)]
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, eps, rotation_range, neighbours = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.options = (eps, rotation_range, neighbours)
-
-
-def _backward(ctx, d_b_bsmhr, d_c_bsmhr, d_last_bha):
-    grads = mamba3_prepare_backward_cpu(d_b_bsmhr, d_c_bsmhr, d_last_bha, *ctx.saved_tensors, *ctx.options)
-    wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, None, None, None
-
-
-mamba3_prepare_cpu.register_autograd(_backward, setup_context=_keep_inputs)
+MAMBA3_PREPARE.implement(CPU, prepare, prepare_backward, casts=True)

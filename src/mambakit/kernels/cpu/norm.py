@@ -1,80 +1,35 @@
-"""Skip, gate, norm and the sum over ranks as two operators: outputs, and all gradients from the inputs alone.
-
-Everything is float32 and in rows of channels; see `norm.h`. Absent parts are None.
-"""
+"""Skip, gate, norm and the sum over ranks, and all gradients from the inputs alone; see `norm.h`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.library import kernel, pointer
 from mambakit.kernels.cpu.pages import empty
-
-NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
+from mambakit.ops.norm import FINISH
 
 # rows, ranks, width; y, x and z with the strides of their rows; mimo_x, mimo_z, mimo_o, weight; group, order, eps.
 INPUTS = "iii" + "pi" + "pip" + "pi" + "pppp" + "iif"
 
 
-@torch.library.custom_op("mambakit::finish_cpu", mutates_args=())
-def finish_cpu(
-    y_Nmi: Tensor,
-    x_Ni: Tensor | None,
-    skip_i: Tensor | None,
-    z_Ni: Tensor | None,
-    mimo_x_mi: Tensor | None,
-    mimo_z_mi: Tensor | None,
-    mimo_o_mi: Tensor | None,
-    weight_i: Tensor | None,
-    group: int,
-    order: int,
-    eps: float,
-) -> Tensor:
-    return finish(y_Nmi, x_Ni, skip_i, z_Ni, mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i, group, order, eps)
-
-
-def finish(
-    y_Nmi: Tensor,
-    x_Ni: Tensor | None,
-    skip_i: Tensor | None,
-    z_Ni: Tensor | None,
-    mimo_x_mi: Tensor | None,
-    mimo_z_mi: Tensor | None,
-    mimo_o_mi: Tensor | None,
-    weight_i: Tensor | None,
-    group: int,
-    order: int,
-    eps: float,
-) -> Tensor:
-    given = Inputs(y_Nmi, x_Ni, skip_i, z_Ni, mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i)
-    out_Ni = empty(y_Nmi.shape[0], y_Nmi.shape[2])
+def finish(*inputs: Any) -> list[Tensor]:
+    *tensors, group, order, eps = inputs
+    given = Inputs(*tensors)
+    out_Ni = empty(given.shape[0], given.shape[2])
     kernel("finish", INPUTS + "p")(*given.arguments(), group, order, eps, pointer(out_Ni))
-    return out_Ni
+    return [out_Ni]
 
 
-@torch.library.custom_op("mambakit::finish_backward_cpu", mutates_args=())
-def finish_backward_cpu(
-    d_out_Ni: Tensor,
-    y_Nmi: Tensor,
-    x_Ni: Tensor | None,
-    skip_i: Tensor | None,
-    z_Ni: Tensor | None,
-    mimo_x_mi: Tensor | None,
-    mimo_z_mi: Tensor | None,
-    mimo_o_mi: Tensor | None,
-    weight_i: Tensor | None,
-    group: int,
-    order: int,
-    eps: float,
-) -> list[Tensor]:
-    """Gradients of the tensors that are given, in their order."""
-    given = Inputs(y_Nmi, x_Ni, skip_i, z_Ni, mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i)
-    d_out_Ni = in_rows(d_out_Ni)
-    n, m, i = y_Nmi.shape
+def finish_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor | None]:
+    *tensors, group, order, eps, _ = inputs_and_needs
+    given = Inputs(*tensors)
+    d_out_Ni = in_rows(grads[0])
+    n, m, i = given.shape
     d_y_Nmi = empty(n, m, i)
-    d_x_Ni, d_z_Ni = (None if t is None else empty(n, i) for t in (x_Ni, z_Ni))
-    sums = y_Nmi.new_empty(2 + 3 * m, i)
+    d_x_Ni, d_z_Ni = (None if t is None else empty(n, i) for t in (tensors[1], tensors[3]))
+    sums = torch.empty(2 + 3 * m, i)
     kernel("finish_backward", INPUTS + "pi" + "p" + "pi" + "pi" + "p")(
         *given.arguments(),
         *(group, order, eps),
@@ -86,8 +41,7 @@ def finish_backward_cpu(
     )
     # Copies, because an operator may not return views of one tensor.
     d_skip, d_weight, *d_mimo = (d.clone() for d in (sums[0], sums[1], *sums[2:].unflatten(0, (3, m))))
-    every = (d_y_Nmi, d_x_Ni, d_skip, d_z_Ni, *d_mimo, d_weight)
-    return [d for d, t in zip(every, given.tensors, strict=True) if t is not None and d is not None]
+    return [d_y_Nmi, d_x_Ni, d_skip, d_z_Ni, *d_mimo, d_weight]
 
 
 class Inputs:
@@ -99,7 +53,6 @@ class Inputs:
         self.shape = y_Nmi.shape
         self.rows = [None if t is None else in_rows(t) for t in (y_Nmi, x_Ni, z_Ni)]
         self.parameters = [None if t is None else t.contiguous() for t in (skip_i, *parameters)]
-        self.tensors = (y_Nmi, x_Ni, skip_i, z_Ni, *parameters)
 
     def arguments(self) -> tuple[Any, ...]:
         skip, *parameters = map(pointer, self.parameters)
@@ -113,11 +66,4 @@ def in_rows(x: Tensor) -> Tensor:
     return x if in_pieces else x.contiguous()
 
 
-@finish_cpu.register_fake
-def _(y_Nmi, x_Ni, skip_i, z_Ni, mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i, group, order, eps):
-    return y_Nmi.new_empty(y_Nmi.shape[0], y_Nmi.shape[2])
-
-
-@finish_backward_cpu.register_fake
-def _(d_out_Ni, *inputs_and_options):
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs_and_options[:8] if t is not None]
+FINISH.implement(CPU, finish, finish_backward, casts=True)

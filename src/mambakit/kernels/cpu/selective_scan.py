@@ -1,4 +1,4 @@
-"""Mamba-1's selective scan as torch operators on the fused kernel: float32 on the CPU, with all its gradients."""
+"""Mamba-1's selective scan with what stands around it, and all its gradients."""
 
 import ctypes
 from typing import Any
@@ -6,23 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.ops.selective_scan import SELECTIVE_SCAN
 
 PART_CHANNELS = 128
 """Channels that one thread takes through all tokens. The backward sums over channels part by part, so a number that
 depended on the threads would make its gradients depend on them."""
-
-LIBRARY = torch.library.Library("mambakit", "FRAGMENT")
-
-INPUTS = (
-    "Tensor x_bsi, Tensor dt_bsi, Tensor a_ir, Tensor b_bsgr, Tensor c_bsgr, Tensor? state_bir, Tensor? skip_i, "
-    "Tensor? z_bsi, Tensor? dt_bias_i, Tensor? fresh_bs, bool dt_softplus"
-)
-NFLOATS = 9
-"""The inputs that have gradients come first."""
-
-LIBRARY.define(f"selective_scan_cpu({INPUTS}) -> (Tensor, Tensor)")
-selective_scan_cpu = torch.ops.mambakit.selective_scan_cpu.default
 
 
 class PerToken(ctypes.Structure):
@@ -89,7 +79,7 @@ def describe(
     return Scan(*sizes, *map(PerToken.of, per_token), *map(pointer, others)), [per_token, others]
 
 
-def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+def forward(*inputs: Any) -> list[Tensor]:
     x_bsi, _, a_ir, *_ = inputs
     y_bsi, last_bir = x_bsi.new_empty(x_bsi.shape), x_bsi.new_empty(len(x_bsi), *a_ir.shape)
     # `kept` holds on to copies while the kernel reads them.
@@ -100,12 +90,13 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
         scan.part_channels //= 2
     kernel("selective_scan", "ppp")(ctypes.addressof(scan), pointer(y_bsi), pointer(last_bir))
     del kept
-    return y_bsi, last_bir
+    return [y_bsi, last_bir]
 
 
-def backward(dy_bsi: Tensor, d_last_bir: Tensor, *inputs_and_needs: Any) -> list[Tensor]:
+def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]:
     """The gradients of the float inputs, empty where `needs` says no."""
     *inputs, needs = inputs_and_needs
+    dy_bsi, d_last_bir = output_grads
     x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, *_ = inputs
     scan, kept = describe(*inputs)
     parts = -(-scan.channels // PART_CHANNELS)
@@ -130,38 +121,4 @@ def backward(dy_bsi: Tensor, d_last_bir: Tensor, *inputs_and_needs: Any) -> list
     return list(grads.values())
 
 
-LIBRARY.impl("selective_scan_cpu", forward, "CPU")
-# A custom_op, because that raises by itself when asked for a second derivative.
-selective_scan_cpu_backward = torch.library.custom_op(
-    "mambakit::selective_scan_cpu_backward",
-    backward,
-    mutates_args=(),
-    device_types="cpu",
-    schema=f"(Tensor dy_bsi, Tensor d_last_bir, {INPUTS}, bool[] needs) -> Tensor[]",
-)
-
-
-@torch.library.register_fake("mambakit::selective_scan_cpu", lib=LIBRARY)
-def _(x_bsi, dt_bsi, a_ir, *rest):
-    return x_bsi.new_empty(x_bsi.shape), x_bsi.new_empty(x_bsi.shape[0], *a_ir.shape)
-
-
-@selective_scan_cpu_backward.register_fake
-def _(dy_bsi, d_last_bir, *inputs_and_needs):
-    *inputs, needs = inputs_and_needs
-    pairs = zip(inputs[:NFLOATS], needs, strict=True)
-    return [dy_bsi.new_empty(tensor.shape if need else 0) for tensor, need in pairs]
-
-
-def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.dt_softplus = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def differentiate(ctx: Any, dy_bsi: Tensor, d_last_bir: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:NFLOATS])
-    grads = selective_scan_cpu_backward(dy_bsi, d_last_bir, *ctx.saved_tensors, ctx.dt_softplus, needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None
-
-
-torch.library.register_autograd("mambakit::selective_scan_cpu", differentiate, setup_context=save_inputs, lib=LIBRARY)
+SELECTIVE_SCAN.implement(CPU, forward, backward, casts=True)

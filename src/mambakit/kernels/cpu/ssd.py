@@ -1,15 +1,15 @@
-"""The SSD core on the fused CPU kernels: `serial_recalculated` as two torch operators, forward and backward.
-
-Same contract as the plain twin, `ops/ssd_recalculated.py`; float32 inside, whatever floats come in.
-"""
+"""The SSD core, `serial_recalculated`: float32 inside, whatever floats come in."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.library import kernel, pointer
 from mambakit.kernels.cpu.pages import empty
+from mambakit.ops.ssd import SSD
 
 # Rows (tokens times ranks) of a chunk when the caller gives no length; see docs/algorithms.md, "The cpu backend". The
 # backward keeps a state per chunk for a while, so it takes longer ones.
@@ -64,7 +64,7 @@ def _in_place(tensor: Tensor) -> Tensor:
 class _Call:
     """The arguments of one call, and the tensors they point into."""
 
-    def __init__(self, sequence: tuple[Tensor, ...], state_bhpr: Tensor, segments_bs: Tensor | None, chunk_len: int):
+    def __init__(self, sequence: list[Tensor], state_bhpr: Tensor, segments_bs: Tensor | None, chunk_len: int):
         self.sequence = [_in_place(tensor) for tensor in sequence]
         self.state_bhpr = state_bhpr.to(torch.float32).contiguous()
         self.segments_bs = None if segments_bs is None else segments_bs.to(torch.int64).contiguous()
@@ -82,46 +82,22 @@ class _Call:
         return ctypes.addressof(self.arguments)
 
 
-@torch.library.custom_op("mambakit::ssd_cpu", mutates_args=(), device_types="cpu")
-def ssd_cpu(
-    v_bsmhp: Tensor,
-    b_bsmgr: Tensor,
-    c_bsmgr: Tensor,
-    da_bsh: Tensor,
-    w_now_bsh: Tensor,
-    w_later_bsh: Tensor,
-    state_bhpr: Tensor,
-    segments_bs: Tensor | None,
-    chunk_len: int,
-) -> tuple[Tensor, Tensor]:
-    """`ssd` for a non-empty sequence. `chunk_len` 0 leaves the choice to the kernel."""
-    chunk_len = chunk_len or tokens_of(FORWARD_ROWS, v_bsmhp)
-    call = _Call((v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh), state_bhpr, segments_bs, chunk_len)
-    y_bsmhp = empty(*v_bsmhp.shape)
-    last_bhpr = torch.empty(state_bhpr.shape, dtype=torch.float32)
+def forward(*inputs: Any) -> list[Tensor]:
+    *sequence, state_bhpr, segments_bs, chunk_len = inputs
+    v_bsmhp = sequence[0]
+    call = _Call(sequence, state_bhpr, segments_bs, chunk_len or tokens_of(FORWARD_ROWS, v_bsmhp))
+    y_bsmhp, last_bhpr = empty(*v_bsmhp.shape), torch.empty(state_bhpr.shape)
     kernel("ssd_forward", "ppp")(call.address, pointer(y_bsmhp), pointer(last_bhpr))
-    return y_bsmhp.to(v_bsmhp.dtype), last_bhpr
+    return [y_bsmhp.to(v_bsmhp.dtype), last_bhpr]
 
 
-@torch.library.custom_op("mambakit::ssd_cpu_backward", mutates_args=(), device_types="cpu")
-def ssd_cpu_backward(
-    d_y_bsmhp: Tensor,
-    d_last_bhpr: Tensor,
-    v_bsmhp: Tensor,
-    b_bsmgr: Tensor,
-    c_bsmgr: Tensor,
-    da_bsh: Tensor,
-    w_now_bsh: Tensor,
-    w_later_bsh: Tensor,
-    state_bhpr: Tensor,
-    segments_bs: Tensor | None,
-    chunk_len: int,
-) -> list[Tensor]:
-    """Gradients of the seven tensors of `ssd_cpu`, in its order."""
-    inputs = (v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr)
-    call = _Call(inputs[:6], state_bhpr, segments_bs, chunk_len or tokens_of(BACKWARD_ROWS, v_bsmhp))
+def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]:
+    *sequence, state_bhpr, segments_bs, chunk_len, _ = inputs_and_needs
+    v_bsmhp, b_bsmgr, _, da_bsh, *_ = sequence
+    call = _Call(sequence, state_bhpr, segments_bs, chunk_len or tokens_of(BACKWARD_ROWS, v_bsmhp))
+    inputs = (*sequence, state_bhpr)
     grads = [empty(*tensor.shape) for tensor in inputs]
-    d_y_bsmhp, d_last_bhpr = _in_place(d_y_bsmhp), d_last_bhpr.to(torch.float32).contiguous()
+    d_y_bsmhp, d_last_bhpr = _in_place(output_grads[0]), output_grads[1].to(torch.float32).contiguous()
     shares = _shares(b_bsmgr, da_bsh)
     arguments = _Gradients(
         _Sequence.of(d_y_bsmhp),
@@ -146,26 +122,4 @@ def _shares(b_bsmgr: Tensor, da_bsh: Tensor) -> Tensor:
     return torch.empty(ranges - 1, 2, s * m * r if split else 0)
 
 
-@ssd_cpu.register_fake
-def _(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr, segments_bs, chunk_len):
-    return v_bsmhp.new_empty(v_bsmhp.shape), state_bhpr.new_empty(state_bhpr.shape, dtype=torch.float32)
-
-
-@ssd_cpu_backward.register_fake
-def _(d_y_bsmhp, d_last_bhpr, *inputs_and_options):
-    return [tensor.new_empty(tensor.shape) for tensor in inputs_and_options[:7]]
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, segments_bs, chunk_len = inputs
-    ctx.save_for_backward(*tensors, segments_bs)
-    ctx.chunk_len = chunk_len
-
-
-def _backward(ctx, d_y_bsmhp, d_last_bhpr):
-    grads = ssd_cpu_backward(d_y_bsmhp, d_last_bhpr, *ctx.saved_tensors, ctx.chunk_len)
-    wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, None
-
-
-ssd_cpu.register_autograd(_backward, setup_context=_keep_inputs)
+SSD.implement(CPU, forward, backward)

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config, Token
 from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.models.layer import BlockConfig
-from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.backends import use_backend
 from mambakit.tools.experiments.tasks import Task
 
 STATE_RANK, PER_HEAD_DIM = 64, 32
@@ -29,25 +29,17 @@ def fix_frequencies(block: Mamba3) -> None:
     # What a step size of one makes into these angles.
     rot_a = torch.atanh(frequency_a / (config.rotation_range * math.pi))
 
-    def rotate(
-        token: Token, carried: Tensor, segments_bs: Tensor | None, backend: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate(token: Token, carried: Tensor, segments_bs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         rot_bsR = rot_a.to(token.rot_bsR).expand_as(token.rot_bsR)
         told = token._replace(rot_bsR=rot_bsR, dt_bsh=torch.ones_like(token.dt_bsh))
-        return Mamba3.rotate(block, told, carried, segments_bs, backend)
+        return Mamba3.rotate(block, told, carried, segments_bs)
 
     # A step in fused kernels would not ask `rotate`.
-    def run(
-        x_bsd: Tensor,
-        cache: Mamba3Cache,
-        path: SsdPath | None,
-        segments_bs: Tensor | None,
-        lengths_b: Tensor | None,
-    ) -> tuple[Tensor, Mamba3Cache]:
-        path = replace(SsdPath.of(path), backend="torch")
-        return Mamba3.run(block, x_bsd, cache, path, segments_bs, lengths_b)
+    def run(*args: Any) -> tuple[Tensor, Mamba3Cache]:
+        with use_backend("torch"):
+            return Mamba3.run(block, *args)
 
-    block.rotate, block.run = rotate, run
+    block.rotate, block.run = rotate, run  # type: ignore[method-assign, assignment]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,11 @@ tensors they are given, which may be the ones that entered. float32 on the CPU o
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.library import kernel, pointer
-
-LIBRARY = torch.library.Library("mambakit", "FRAGMENT")
+from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, MAMBA2_STEP, MAMBA3_STEP, like
 
 
 def check_numel(**counted: tuple[Tensor | None, int]) -> None:
@@ -20,11 +19,6 @@ def check_numel(**counted: tuple[Tensor | None, int]) -> None:
     for name, (tensor, count) in counted.items():
         if tensor is not None and tensor.numel() != count:
             raise ValueError(f"{name} has {tensor.numel()} elements, expected {count}")
-
-
-def like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Room for the new value of each, contiguous."""
-    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors)
 
 
 def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -35,8 +29,8 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def mamba1_step_conv(
-    projected_bX: Tensor, window_bik: Tensor, conv_weight_i1k: Tensor, conv_bias_i: Tensor | None, *, window_out: Tensor
-) -> Tensor:
+    projected_bX: Tensor, window_bik: Tensor, conv_weight_i1k: Tensor, conv_bias_i: Tensor | None
+) -> list[Tensor]:
     """`silu` of the convolution at the newest token, which is the first half of `projected`."""
     b, i, k = window_bik.shape
     tensors = contiguous(conv_weight_i1k, conv_bias_i, projected_bX, window_bik)
@@ -44,11 +38,10 @@ def mamba1_step_conv(
         projected=(projected_bX, b * 2 * i),
         conv_weight=(conv_weight_i1k, i * k),
         conv_bias=(conv_bias_i, i),
-        window_out=(window_out, b * i * k),
     )
-    x_bi = projected_bX.new_empty(b, i)
+    x_bi, window_out = projected_bX.new_empty(b, i), *like(window_bik)
     kernel("mamba1_step_conv", "iii" + "pppppp")(b, i, k, *map(pointer, (*tensors, window_out, x_bi)))
-    return x_bi
+    return [x_bi, window_out]
 
 
 def mamba1_step_scan(
@@ -59,9 +52,7 @@ def mamba1_step_scan(
     state_bir: Tensor,
     A_log_ir: Tensor,
     D_i: Tensor,
-    *,
-    state_out: Tensor,
-) -> Tensor:
+) -> list[Tensor]:
     """The scan of one token with skip and gate. `dt_b_c` is what `x_proj` returns, `dt` what `dt_proj` makes of it."""
     b, i, r = state_bir.shape
     tensors = contiguous(A_log_ir, D_i, projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir)
@@ -71,45 +62,12 @@ def mamba1_step_scan(
         dt=(dt_bi, b * i),
         A_log=(A_log_ir, i * r),
         D=(D_i, i),
-        state_out=(state_out, b * i * r),
     )
     dt_rank = dt_b_c_bX.shape[1] - 2 * r
     check_numel(dt_b_c=(dt_b_c_bX, b * (max(dt_rank, 0) + 2 * r)))
-    y_bi = x_bi.new_empty(b, i)
+    y_bi, state_out = like(x_bi, state_bir)
     kernel("mamba1_step_scan", "iiii" + "ppppppppp")(b, i, r, dt_rank, *map(pointer, (*tensors, state_out, y_bi)))
-    return y_bi
-
-
-LIBRARY.define(
-    "mamba1_step_conv_cpu(Tensor projected, Tensor window, Tensor conv_weight, Tensor? conv_bias) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "mamba1_step_cpu(Tensor projected, Tensor x, Tensor dt, Tensor dt_b_c, Tensor state, Tensor A_log, Tensor D) "
-    "-> (Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "mamba1_step_conv_cpu", "CPU")
-def _(projected_bX, window_bik, conv_weight_i1k, conv_bias_i):
-    (window_out,) = like(window_bik)
-    return mamba1_step_conv(projected_bX, window_bik, conv_weight_i1k, conv_bias_i, window_out=window_out), window_out
-
-
-@torch.library.impl(LIBRARY, "mamba1_step_cpu", "CPU")
-def _(projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir, A_log_ir, D_i):
-    (state_out,) = like(state_bir)
-    y_bi = mamba1_step_scan(projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir, A_log_ir, D_i, state_out=state_out)
-    return y_bi, state_out
-
-
-@torch.library.register_fake("mambakit::mamba1_step_conv_cpu", lib=LIBRARY)
-def _(projected_bX, window_bik, conv_weight_i1k, conv_bias_i):
-    return projected_bX.new_empty(window_bik.shape[:2]), *like(window_bik)
-
-
-@torch.library.register_fake("mambakit::mamba1_step_cpu", lib=LIBRARY)
-def _(projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir, A_log_ir, D_i):
-    return *like(x_bi), *like(state_bir)
+    return [y_bi, state_out]
 
 
 # Mamba-2
@@ -127,13 +85,10 @@ def mamba2_step(
     norm_weight_i: Tensor | None,
     norm_group: int,
     norm_eps: float,
-    norm_before_gate: bool,
     dt_low: float,
     dt_high: float,
-    *,
-    window_out: Tensor,
-    state_out: Tensor,
-) -> Tensor:
+    norm_before_gate: bool,
+) -> list[Tensor]:
     """The step of every row. `norm_weight=None` is the gate alone; `D` has an entry per head or per channel."""
     b, h, p, r = state_bhpr.shape
     v, k = window_bvk.shape[1:]
@@ -150,40 +105,18 @@ def mamba2_step(
         A_log=(A_log_h, h),
         D=(D, h if D.numel() == h else h * p),
         norm_weight=(norm_weight_i, h * p),
-        window_out=(window_out, b * v * k),
-        state_out=(state_out, b * h * p * r),
     )
     if norm_group < 1 or h * p % norm_group or groups < 1 or h % groups:
         raise ValueError(f"{h} heads of {p} channels do not fit {groups} groups or a norm over {norm_group} channels")
     out_bi = projected_bX.new_empty(b, mlp + h * p)
+    window_out, state_out = like(window_bvk, state_bhpr)
     kernel("mamba2_step", "iiiiiii" + "pppppp" + "ifffii" + "pppppp")(
         *(b, h, p, r, groups, k, mlp),
         *map(pointer, parameters),
         *(norm_group, norm_eps, dt_low, dt_high, D.numel() != h, norm_before_gate),
         *map(pointer, (*entering[:2], window_out, entering[2], state_out, out_bi)),
     )
-    return out_bi
-
-
-LIBRARY.define(
-    "mamba2_step_cpu(Tensor projected, Tensor window, Tensor state, Tensor conv_weight, Tensor? conv_bias, "
-    "Tensor dt_bias, Tensor A_log, Tensor D, Tensor? norm_weight, int norm_group, float norm_eps, "
-    "bool norm_before_gate, float dt_low, float dt_high) -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "mamba2_step_cpu", "CPU")
-def _(projected_bX, window_bvk, state_bhpr, *rest):
-    window_out, state_out = like(window_bvk, state_bhpr)
-    y_bi = mamba2_step(projected_bX, window_bvk, state_bhpr, *rest, window_out=window_out, state_out=state_out)
-    return y_bi, window_out, state_out
-
-
-@torch.library.register_fake("mambakit::mamba2_step_cpu", lib=LIBRARY)
-def _(projected_bX, window_bvk, state_bhpr, *rest):
-    b, h, p, _ = state_bhpr.shape
-    mlp = (projected_bX.shape[1] - h * p - window_bvk.shape[1] - h) // 2
-    return projected_bX.new_empty(b, mlp + h * p), *like(window_bvk, state_bhpr)
+    return [out_bi, window_out, state_out]
 
 
 # Mamba-3
@@ -213,13 +146,7 @@ def mamba3_step(
     dt_high: float,
     a_floor: float,
     rotation_range: float,
-    *,
-    out: tuple[Tensor, ...],
-) -> Tensor:
-    """The step of every row; `out` takes the state, the last B, the last x and the angle.
-
-    `angles` pairs rotate (0: none, the cache's one angle stays zero), paired by `half` or as neighbours.
-    """
+) -> list[Tensor]:
     b, h, p, r = state_bhpr.shape
     m, kept = k_state_bmhr.shape[1], angle_bha.shape[2]
     groups = (projected_bX.shape[1] - 2 * h * p - 3 * h - kept) // (2 * m * r)
@@ -244,35 +171,19 @@ def mamba3_step(
         D=(D_h, h),
         norm_weight=(norm_weight_i, h * p),
     )
-    check_numel(**{f"out[{i}]": (new, old.numel()) for i, (new, old) in enumerate(zip(out, entering[1:], strict=True))})
     if groups < 1 or h % groups or 2 * angles > r:
         raise ValueError(f"{h} heads with states of {r} do not fit {groups} groups or {angles} angles")
-    y_bi = projected_bX.new_empty(b, h * p)
+    y_bi, out = projected_bX.new_empty(b, h * p), like(*entering[1:])
     kernel("mamba3_step", "iiiiiiiii" + "pppppppppp" + "fffff" + "pppppppppp")(
         *(b, h, p, r, groups, m, angles, half, heavy_tail),
         *map(pointer, parameters),
         *(norm_eps, dt_low, dt_high, a_floor, rotation_range),
         *map(pointer, (*entering, *out, y_bi)),
     )
-    return y_bi
+    return [y_bi, *out]
 
 
-LIBRARY.define(
-    "mamba3_step_cpu(Tensor projected, Tensor state, Tensor k_state, Tensor v_state, Tensor angle, Tensor dt_bias, "
-    "Tensor B_norm, Tensor C_norm, Tensor B_bias, Tensor C_bias, Tensor? mimo_x, Tensor? mimo_z, Tensor? mimo_o, "
-    "Tensor D, Tensor? norm_weight, int angles, bool half, bool heavy_tail, float norm_eps, float dt_low, "
-    "float dt_high, float a_floor, float rotation_range) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(LIBRARY, "mamba3_step_cpu", "CPU")
-def _(projected_bX, state_bhpr, k_state_bmhr, v_state_bhp, angle_bha, *rest):
-    entering = (state_bhpr, k_state_bmhr, v_state_bhp, angle_bha)
-    out = like(*entering)
-    return mamba3_step(projected_bX, *entering, *rest, out=out), *out
-
-
-@torch.library.register_fake("mambakit::mamba3_step_cpu", lib=LIBRARY)
-def _(projected_bX, state_bhpr, k_state_bmhr, v_state_bhp, angle_bha, *rest):
-    y_bi = projected_bX.new_empty(v_state_bhp.shape).flatten(1)
-    return y_bi, *like(state_bhpr, k_state_bmhr, v_state_bhp, angle_bha)
+MAMBA1_STEP_CONV.implement(CPU, mamba1_step_conv)
+MAMBA1_STEP.implement(CPU, mamba1_step_scan)
+MAMBA2_STEP.implement(CPU, mamba2_step)
+MAMBA3_STEP.implement(CPU, mamba3_step)

@@ -1,0 +1,110 @@
+"""What the rest of the project knows about a kind of block: one record, at the end of the block's file.
+
+Every list of families is `FAMILIES`. A new family is a file with a config, a cache, a block and its record.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from mambakit.blocks.block import Block
+from mambakit.ops.operation import TorchOperation
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedStep:
+    """A block's step in the words of the kernels that run it: the fields of their struct, without an address yet."""
+
+    operation: TorchOperation
+    fields: Callable[[Any], dict[str, Tensor | float | None]]
+    """Of a block: its parameters as they are, and numbers. Nothing is computed."""
+    prepared: Callable[[Any], dict[str, Tensor]] = lambda block: {}
+    """Fields computed from a block's parameters, which they do not follow: for who keeps them over many tokens."""
+    places: Mapping[str, str]
+    """What the kernels call each tensor of a cache."""
+    why_not: Callable[[Any], str | None] = lambda block: None
+    """What keeps a block, itself and its modules of the usual types, from being stepped so; None if nothing does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    name: str
+    """In configs and on the command line: "mamba2"."""
+    title: str
+    """For a reader: "Mamba-2"."""
+    block: type[Block]
+    sizes: Mapping[str, tuple[str, int, str]]
+    """How stored tensors reveal a size: the tensor's name, its axis, and what the config calls the size."""
+    resolved: Mapping[str, str] = field(default_factory=dict)
+    """Fields with a value that stands for another (None, "auto"), each with the property that says which."""
+    flops: Callable[[Any, int], float] = lambda config, tokens: 0.0
+    """Of a forward's matrix products beside the projections, for a config and so many tokens."""
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """More names on the command line, each with the fields it sets."""
+    at_hand: Mapping[str, Any] = field(default_factory=dict)
+    """Fields for training on the machine at hand, where the defaults are meant for large models."""
+    example: Mapping[str, Any]
+    """Fields of a tiny block for self-checks."""
+    step: FusedStep | None = None
+
+    @property
+    def config(self) -> type:
+        return self.block.config_class
+
+    @property
+    def cache(self) -> type:
+        return self.block.cache_class
+
+    def has(self, name: str) -> bool:
+        """Whether the config has such a field."""
+        return any(known.name == name for known in fields(self.config))
+
+    def configure(self, *given: Mapping[str, Any]) -> Any:
+        """A config; what is given later wins. Sizes that are None, or not of this family, are left out."""
+        sizes = {name: value for each in given for name, value in each.items() if value is not None}
+        return self.config(**{name: value for name, value in sizes.items() if self.has(name)})
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Make a family known everywhere: to stacks, checkpoints, caches and the command line."""
+    taken = {word for other in FAMILIES.values() for word in _names(other)}
+    if again := sorted(taken & set(_names(family))):
+        raise ValueError(f"{', '.join(again)} belongs to a family already; choose another name")
+    FAMILIES[family.name] = family
+    return family
+
+
+def family_of(part: Any) -> Family:
+    """The family of a config or a block, also of a class derived from one."""
+    kinds = {kind: family for family in FAMILIES.values() for kind in (family.config, family.block)}
+    for kind in type(part).__mro__:
+        if kind in kinds:
+            return kinds[kind]
+    expected = ", ".join(family.config.__name__ for family in FAMILIES.values())
+    raise ValueError(f"block is a {type(part).__name__}, expected one of {expected}")
+
+
+def presets() -> dict[str, tuple[Family, Mapping[str, Any]]]:
+    """The names a command line offers, each with its family and the fields it sets."""
+    families = FAMILIES.values()
+    return {name: (f, given) for f in families for name, given in {f.name: {}, **f.variants}.items()}
+
+
+def ssd_flops(config: Any, tokens: int, *, groups: int, ranks: int = 1) -> float:
+    """Of one forward's scan at chunks of 64 rows: c.b per group, the pairs of a chunk, and the two with the state.
+
+    Pairs count in full squares, as a library of matrix products would compute them.
+    """
+    rows, channels = tokens * ranks, config.nheads * config.per_head_dim
+    pairs = 64 // ranks * ranks * (groups * config.state_rank + channels)
+    return 2.0 * rows * (pairs + 2 * channels * config.state_rank)
+
+
+def _names(family: Family) -> Iterator[str]:
+    """What no two families may share."""
+    yield from (family.name, *family.variants, family.config.__name__, family.cache.__name__)

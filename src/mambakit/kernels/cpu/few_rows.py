@@ -1,0 +1,43 @@
+"""Products of a weight matrix with few rows, in four weight formats; csrc/weights.h says what their tensors hold."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from mambakit.kernels.cpu.backend import CPU
+from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.ops.few_rows import FEW_ROWS, Weights
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` of csrc/weights.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("format", "rows", "columns", "group")),
+        *((name, ctypes.c_void_p) for name in ("weight", "scales", "bias")),
+    ]
+
+
+def matrix(weights: Weights) -> Matrix:
+    """Its addresses, good for as long as the tensors live where they are."""
+    tensors = (pointer(t) for t in (weights.weight, weights.scales, weights.bias))
+    return Matrix(weights.format, weights.weight.shape[0], weights.columns, weights.group, *tensors)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, format: int, group: int
+) -> list[Tensor]:
+    """`x @ weight.T + bias`; what is not contiguous is copied first."""
+    columns = x.shape[-1] if scales is not None and weight.dtype == torch.uint8 else weight.shape[1]
+    if x.dtype != torch.float32 or x.shape[-1] != columns:
+        raise ValueError(f"x is {x.dtype} and {x.shape[-1]} wide, expected float32 and {columns}")
+    tensors = [t if t is None else t.contiguous() for t in (weight, scales, bias)]
+    stored = matrix(Weights(format, columns, *tensors, group))  # type: ignore[arg-type]
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], stored.rows)
+    kernel("matvec", "pppi")(ctypes.addressof(stored), pointer(x), pointer(y), y.numel() // max(1, stored.rows))
+    return [y]
+
+
+FEW_ROWS.implement(CPU, multiply)

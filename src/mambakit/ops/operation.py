@@ -1,0 +1,246 @@
+"""An operation: defined once, run by whoever can.
+
+Its contract, checks and plain form are functions of the operation's own file. What is here is the rest, shared by all:
+the choice of who runs a call, and for kernels one torch operator with its fake and its derivative.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mambakit.ops.backends import BACKENDS, PLAIN_TENSORS, TORCH, Backend, _running, _Setting, asked, check_backend
+
+LIBRARY = torch.library.Library("mambakit", "FRAGMENT")
+OPERATIONS: dict[str, "Operation"] = {}
+WhyNot = Callable[..., str | None]
+"""Of the tensors of a call: None if the kernel can run it, else one clause for a person."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """What a backend registers behind an operation."""
+
+    operation: "Operation"
+    backend: Backend
+    forward: Callable[..., Any]
+    """Of the operation's inputs, in their order; a list of tensors for a torch operator."""
+    backward: Callable[..., Sequence[Tensor | None]] | None
+    """Of the outputs' gradients, the inputs, and which gradients are wanted; None for others."""
+    own_why_not: WhyNot | None
+    casts: bool
+    """Its floating-point inputs are float32, whatever the call's are."""
+
+    def why_not(self, tensors: Sequence[Tensor | None]) -> str | None:
+        reason = self.backend.why_not(tensors)
+        if reason is None and self.backward is None and torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor is not None and tensor.requires_grad:
+                    return "it has no gradient, and one is wanted"
+        if reason is None and self.own_why_not is not None:
+            return self.own_why_not(*tensors)
+        return reason
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.operation.run(self, inputs)
+
+
+class Choice(NamedTuple):
+    """Who ran an operation, and why nobody else did."""
+
+    operation: str
+    ran: str
+    passed_over: dict[str, str]
+
+    def __str__(self) -> str:
+        others = "; ".join(f"{backend}: {reason}" for backend, reason in self.passed_over.items())
+        return f"{self.operation}: {self.ran}" + (f" ({others})" if others else "")
+
+
+class Operation:
+    """A name that backends register kernels for."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.kernels: dict[str, Kernel] = {}
+        OPERATIONS[name] = self
+
+    def implement(
+        self,
+        backend: Backend,
+        forward: Callable[..., Any],
+        backward: Callable[..., Sequence[Tensor | None]] | None = None,
+        why_not: WhyNot | None = None,
+        casts: bool = False,
+    ) -> Kernel:
+        """Register a kernel; a backend has one per operation."""
+        kernel = Kernel(self, backend, forward, backward, why_not, casts)
+        if self.kernels.setdefault(backend.name, kernel) is not kernel:
+            raise ValueError(f"backend {backend.name!r} already has a kernel for {self.name}")
+        return kernel
+
+    def choose(self, backend: str, *tensors: Tensor | None) -> Kernel | None:
+        """Who runs a call on `tensors`: a kernel, or None for the plain form.
+
+        A backend asked for in the call runs or raises `ValueError`; one asked for around it (`use_backend`) too, unless
+        it has no kernel for this operation at all.
+        """
+        name = asked() if backend == "auto" else backend
+        if name == "torch":
+            return self._note(None, {})
+        if name == "auto":
+            return self._first(tensors, self.kernels)
+        check_backend(name)
+        kernel = self.kernels.get(name)
+        reason = BACKENDS[name].why_missing() if kernel is None else kernel.why_not(tensors)
+        if kernel is None and reason is None:
+            if backend == "auto":
+                return self._note(None, {name: f"it has no {self.name}"})
+            reason = f"it has no {self.name}"
+        if reason is not None:
+            raise ValueError(f'backend "{name}" cannot run {self.name}: {reason}; "auto" and "torch" run anywhere')
+        return self._note(kernel, {})
+
+    def offer(self, *tensors: Tensor | None) -> Kernel | None:
+        """The first kernel that can run a call and is not ruled out by `use_backend`; None without an error otherwise.
+
+        For what has more than one good way: a product with few rows, a whole step in one kernel.
+        """
+        name = asked()
+        return self._first(tensors, self.kernels if name == "auto" else (name,))
+
+    def _first(self, tensors: Sequence[Tensor | None], names: Iterable[str]) -> Kernel | None:
+        passed_over = {}
+        for name in names:
+            kernel = self.kernels.get(name)
+            if kernel is None or kernel.backend is TORCH:
+                continue
+            reason = kernel.why_not(tensors)
+            if reason is None:
+                return self._note(kernel, passed_over)
+            passed_over[name] = reason
+        return self._note(None, passed_over)
+
+    def _note(self, kernel: Kernel | None, passed_over: dict[str, str]) -> Kernel | None:
+        notes = getattr(_running, "notes", None)
+        if notes is not None:
+            notes.append(Choice(self.name, "torch" if kernel is None else kernel.backend.name, passed_over))
+        return kernel
+
+    def run(self, kernel: Kernel, inputs: tuple[Any, ...]) -> Any:
+        return kernel.forward(*inputs)
+
+
+class TorchOperation(Operation):
+    """An operation whose kernels stand behind one torch operator, `mambakit::NAME(inputs, str backend) -> Tensor[]`.
+
+    `inputs` is the schema, tensors first. Of these the first `floats` have gradients, each of its input's shape and
+    dtype. `fake` gives the outputs of inputs without numbers. `twin` is a plain form with the same inputs, if the
+    operation shall be differentiable more than once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: str,
+        fake: Callable[..., list[Tensor]],
+        *,
+        floats: int = 0,
+        twin: Callable[..., list[Tensor]] | None = None,
+    ):
+        super().__init__(name)
+        self.floats, self.twin = floats, twin
+        arguments = inputs.split(", ")
+        self.names = [argument.split()[-1] for argument in arguments]
+        self.tensors = sum(argument.startswith("Tensor") for argument in arguments)
+        LIBRARY.define(f"{name}({inputs}, str backend) -> Tensor[]")
+        LIBRARY.impl(name, self._forward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mambakit::{name}", lambda *args: fake(*args[:-1]), lib=LIBRARY)
+        self.operator = getattr(torch.ops.mambakit, name).default
+        if floats:
+            back = f"{name}_backward"
+            LIBRARY.define(f"{back}(Tensor?[] grads, {inputs}, bool[] needs, str backend) -> Tensor[]")
+            LIBRARY.impl(back, self._backward, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"mambakit::{back}", self._fake_backward, lib=LIBRARY)
+            torch.library.register_autograd(f"mambakit::{back}", self._refuse, lib=LIBRARY)
+            self.operator_backward = getattr(torch.ops.mambakit, back).default
+            torch.library.register_autograd(
+                f"mambakit::{name}", self._differentiate, setup_context=self._keep_inputs, lib=LIBRARY
+            )
+
+    def run(self, kernel: Kernel, inputs: tuple[Any, ...]) -> list[Tensor]:
+        if kernel.casts:
+            floats = (t if t is None or t.dtype == torch.float32 else t.float() for t in inputs[: self.floats])
+            inputs = (*floats, *inputs[self.floats :])
+        # The operator's bookkeeping takes longer than a token's work. The choice has seen to it that all is plain.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.operator(*inputs, kernel.backend.name)
+        for tensor in inputs[: self.tensors]:
+            if tensor is not None and type(tensor) not in PLAIN_TENSORS:
+                return self.operator(*inputs, kernel.backend.name)
+        return kernel.forward(*inputs)
+
+    def run_plainly(self, *inputs: Any) -> list[Tensor]:
+        """In torch's operators, behind the torch operator: for a plain form with a derivative of its own."""
+        return self.operator(*inputs, TORCH.name)
+
+    def _kernel(self, backend: str) -> Kernel:
+        kernel = self.kernels.get(backend)
+        reason = f"it has no {self.name}" if kernel is None else kernel.backend.why_missing()
+        if kernel is None or reason is not None:
+            raise ValueError(f'backend "{backend}" cannot run {self.name}: {reason}')
+        return kernel
+
+    def _forward(self, *inputs_and_backend: Any) -> list[Tensor]:
+        *inputs, backend = inputs_and_backend
+        return self._kernel(backend).forward(*inputs)
+
+    def _backward(self, grads: list[Tensor | None], *inputs_and_options: Any) -> list[Tensor]:
+        *inputs, needs, backend = inputs_and_options
+        backward = self._kernel(backend).backward
+        assert backward is not None, f"{self.name} has gradients, so its kernels have a backward"
+        found = backward(grads, *inputs, needs)
+        nothing = next(t for t in inputs if t is not None)
+        return [nothing.new_empty(0) if d is None or not need else d for d, need in zip(found, needs, strict=True)]
+
+    def _fake_backward(self, grads: list[Tensor | None], *inputs_and_options: Any) -> list[Tensor]:
+        *inputs, needs, _ = inputs_and_options
+        nothing = next(t for t in inputs if t is not None)
+        pairs = zip(inputs, needs, strict=False)
+        return [tensor.new_empty(tensor.shape) if need else nothing.new_empty(0) for tensor, need in pairs]
+
+    def _keep_inputs(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[: self.tensors])
+        ctx.options = inputs[self.tensors :]
+
+    def _differentiate(self, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+        inputs, (*options, backend) = ctx.saved_tensors, ctx.options
+        needs = [bool(need) for need in ctx.needs_input_grad[: self.floats]]
+        if self.twin is not None and torch.is_grad_enabled():
+            # Somebody will differentiate this gradient: the kernels' have none, the twin's has.
+            wanted = [t for t, need in zip(inputs, needs, strict=False) if need]
+            outputs = self.twin(*inputs, *options)
+            pairs = [(y, d) for y, d in zip(outputs, grads, strict=True) if d is not None and y.requires_grad]
+            y, d_y = ([pair[i] for pair in pairs] for i in range(2))
+            found = iter(torch.autograd.grad(y, wanted, d_y, create_graph=True, allow_unused=True))
+            every = [next(found) if need else None for need in needs]
+        else:
+            every = self.operator_backward(grads, *inputs, *options, needs, backend)
+        wanted = (d if need else None for d, need in zip(every, needs, strict=True))
+        return *wanted, *[None] * (len(inputs) - self.floats + len(options) + 1)
+
+    def _refuse(self, ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(f"{self.name} has no second derivative here; see docs/algorithms.md for what has")
+
+
+def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
+    """Call `call(*args, **kwargs)` and tell which backend ran each of its operations, and why no other did.
+
+    `print(*mk.explain(model, ids), sep="\\n")`. An operation comes once for every different answer.
+    """
+    notes: list[Choice] = []
+    with _Setting("notes", notes):
+        call(*args, **kwargs)
+    return [choice for i, choice in enumerate(notes) if choice not in notes[:i]]
