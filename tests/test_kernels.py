@@ -12,8 +12,16 @@ import pytest
 import torch
 
 from mambakit.kernels.cpu import structs
-from mambakit.kernels.cpu.library import INSTRUCTION_SETS, kernel, library, pointer, why_missing
-from mambakit.kernels.cpu.structs import difference
+from mambakit.kernels.cpu.library import INSTRUCTION_SETS, library, pointer, run, why_missing
+from mambakit.kernels.cpu.structs import (
+    ExpandRanks,
+    ExpandRanksBackward,
+    Finish,
+    FinishForward,
+    Mamba2Step,
+    VectorFunction,
+    difference,
+)
 
 CSRC = Path(structs.__file__).with_name("csrc")
 # How many units in the last place of float32 an approximation may be off.
@@ -41,9 +49,8 @@ def test_vector_functions(isa, name):
         pytest.skip(f"this machine has no {isa}")
     which, plain, x = FUNCTIONS[name]
     y = torch.empty_like(x)
-    call = getattr(library().native, f"mk_vector_function_{isa}")
-    call.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    call(which, pointer(x), pointer(y), x.numel())
+    call = VectorFunction(which=which, x=pointer(x), y=pointer(y), n=x.numel())
+    assert getattr(library().native, f"mk_vector_function_{isa}")(ctypes.byref(call)) == 0
     expected = plain(x.double())
     error = ((y - expected) / expected.abs().clamp(min=1e-30)).abs().max()
     assert error < 4e-7, f"{name}: off by {error:.1e}, relative"
@@ -53,7 +60,7 @@ def test_vector_functions_at_the_ends():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -200.0, 200.0])
     for which, plain in ((0, torch.exp), (2, torch.sigmoid), (3, torch.nn.functional.softplus)):
         y = torch.empty_like(x)
-        kernel("vector_function", "ippi")(which, pointer(x), pointer(y), x.numel())
+        run(VectorFunction(which=which, x=pointer(x), y=pointer(y), n=x.numel()))
         torch.testing.assert_close(y, plain(x), equal_nan=True)
 
 
@@ -61,7 +68,7 @@ def test_sine_and_cosine():
     x = torch.linspace(-1000, 1000, 100_001)
     for which, plain in ((4, torch.sin), (5, torch.cos)):
         y = torch.empty_like(x)
-        kernel("vector_function", "ippi")(which, pointer(x), pointer(y), x.numel())
+        run(VectorFunction(which=which, x=pointer(x), y=pointer(y), n=x.numel()))
         assert (y - plain(x.double())).abs().max() < 2e-7
 
 
@@ -74,10 +81,10 @@ def test_sine_and_cosine():
     ],
 )
 def test_missing_kernels_say_why(setting, reason):
-    assert reason in run("from mambakit.kernels.cpu.library import why_missing; print(why_missing())", setting)
+    assert reason in output_of("from mambakit.kernels.cpu.library import why_missing; print(why_missing())", setting)
 
 
-def run(code, setting):
+def output_of(code, setting):
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **setting}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -109,7 +116,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path):
         f'extern "C" const char* mk_layout_plain(long n) {{ return n < {len(layouts)} ? all[n] : nullptr; }}\n'
     )
     subprocess.run([str(COMPILER), "-shared", "-fPIC", source, "-o", stale], check=True)
-    doctor, error = run(STALE, {"MAMBAKIT_KERNELS": str(stale)}).splitlines()
+    doctor, error = output_of(STALE, {"MAMBAKIT_KERNELS": str(stale)}).splitlines()
     for line in (doctor, error):
         assert "stale.so was built from other sources" in line
         assert "Mamba2Step has int64_t groups there where int64_t r is expected" in line
@@ -123,6 +130,8 @@ def test_a_library_of_other_sources_is_refused(tmp_path):
         ("float norm_eps", "double norm_eps", "Mamba2Step has double norm_eps there where float norm_eps is expected"),
         ("Sequence{const float* data", "Sequence{int64_t data", "Sequence has int64_t data there"),
         ("Matrix{", "Matrices{", "Matrix is missing there"),
+        ("matvec(Matvec)", "matvec(Matrix)", "matvec() has Matrix there where Matvec is expected"),
+        ("decode(Decode)", "decoded(Decode)", "decode() is missing there"),
         ("norm_before_gate;", "norm_before_gate; float more;", "Mamba2Step has float more there where nothing is"),
         ("", "", None),
     ],
@@ -134,10 +143,9 @@ def test_every_difference_is_seen(old, new, reason):
     assert found is reason is None or reason in found
 
 
-def test_layouts_are_what_the_compiler_made():
-    """What is compared are names and types; the sizes follow from them, by the rules of C."""
-    assert ctypes.sizeof(structs.Matrix) == 7 * 8
-    assert structs.Mamba2Step.norm_before_gate.offset == 6 * 8 + 6 * 8 + 8 + 3 * 4 + 1
+def test_a_misspelt_field_is_an_error():
+    with pytest.raises(AttributeError, match="head"):
+        Mamba2Step(head=3)
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
@@ -156,23 +164,20 @@ HUGE = 1 << 56
 def test_a_refusing_thread_pool_is_an_error():
     refuse = PARALLEL_FOR(lambda *arguments: 1)
     x, weight, v = torch.randn(64, 8), torch.randn(2, 8), torch.empty(64, 2, 8)
-    call = (64, 2, 8, pointer(x), 8, pointer(weight), pointer(v))
+    call = ExpandRanks(rows=64, ranks=2, width=8, x=pointer(x), x_row=8, weight=pointer(weight), v=pointer(v))
     library().native.mk_set_threads(ctypes.cast(refuse, ctypes.c_void_p), None)
     try:
         with pytest.raises(RuntimeError, match=r"expand_ranks.* refused by torch's thread pool"):
-            kernel("expand_ranks", "iiipipp")(*call)
+            run(call)
     finally:
         library()._hand_in_threads()
-    kernel("expand_ranks", "iiipipp")(*call)
+    run(call)
     torch.testing.assert_close(v, x[:, None] * weight)
 
 
 def test_no_memory_is_an_error():
-    x = torch.randn(64, 8)
     with pytest.raises(MemoryError, match=r"expand_ranks_backward.* no memory"):
-        kernel("expand_ranks_backward", "iiipipppp")(0, HUGE, 1, pointer(x), 1, *map(pointer, (x, x, x, x)))
+        run(ExpandRanksBackward(rows=0, ranks=HUGE, width=1))
     # In all threads at once.
     with pytest.raises(MemoryError, match=r"finish.* no memory"):
-        kernel("finish", "iii" + "pi" + "pip" + "pi" + "pppp" + "iif" + "p")(
-            *(64, 1, 8, pointer(x), 8, None, 0, None, None, 0, None, None, None, None, HUGE, 0, 0.0, pointer(x))
-        )
+        run(FinishForward(inputs=Finish(rows=64, ranks=1, width=8, group=HUGE)))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.kernels.cpu.structs import difference
+from mambakit.kernels.cpu.structs import Struct, difference
 
 # In order of preference.
 INSTRUCTION_SETS = ("avx512", "avx2", "plain")
@@ -57,11 +57,10 @@ class Library:
             )
         self.has_torch_threads = self._hand_in_threads()
 
-    def function(self, name: str, signature: str) -> Callable[..., None]:
-        """The kernel `name`; `signature` has a letter per argument: p pointer, i int64, f float, d double."""
-        kernel = getattr(self.native, f"mk_{name}_{self.instruction_set}")
-        kernel.errcheck = _check
-        kernel.argtypes = [_TYPES[letter] for letter in signature]
+    def function(self, struct: type[Struct]) -> Callable[[Struct], None]:
+        """The kernel that takes `struct`; raises where it could not do its work."""
+        kernel = getattr(self.native, f"mk_{struct.kernel}_{self.instruction_set}")
+        kernel.argtypes, kernel.errcheck = [ctypes.POINTER(struct)], _check
         return kernel
 
     def _ask(self, question: str, instruction_set: str, *arguments: int, answer: Any = ctypes.c_int32) -> Any:
@@ -73,7 +72,7 @@ class Library:
         return function(*arguments)
 
     def _layouts(self) -> Iterator[str]:
-        """How the library declares its structs."""
+        """How the library declares its kernels and structs."""
         for n in count():
             layout = self._ask("layout", self.instruction_set, n, answer=ctypes.c_char_p)
             if layout is None:
@@ -90,9 +89,6 @@ class Library:
                 self.native.mk_set_threads(*(ctypes.cast(f, ctypes.c_void_p) for f in functions))
                 return True
         return False
-
-
-_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
 
 
 def _check(status: int, function: Any, arguments: Any) -> None:
@@ -126,9 +122,13 @@ def why_missing() -> str | None:
 
 
 @cache
-def kernel(name: str, signature: str) -> Callable[..., None]:
-    """A kernel by name, see `Library.function`."""
-    return library().function(name, signature)
+def _function(struct: type[Struct]) -> Callable[[Struct], None]:
+    return library().function(struct)
+
+
+def run(arguments: Struct) -> None:
+    """Runs the kernel that takes these arguments. What they point to has to live until it returns."""
+    _function(type(arguments))(arguments)
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -10,10 +10,10 @@
 #include "step_mamba1.h"
 #include "step_mamba2.h"
 #include "step_mamba3.h"
+#include "threads.h"
 
 namespace MK_ISA {
 
-// The structs have the same fields, in the same order, as those of decode.py.
 struct Norm {
     MK_FIELDS(Norm,
         const float *weight, *bias;  // [width]; bias may be null
@@ -114,17 +114,10 @@ static void decode_mamba1(const DecodeLayer& l, int64_t batch, float* residual) 
 
 static void decode_mamba2(const DecodeLayer& l, int64_t batch, float* residual) {
     const Mamba2Step& s = *(const Mamba2Step*)l.step;
-    const int64_t wide = s.projected(), inner = s.mlp + s.width(), bc = 2 * s.groups * s.r;
-    const int64_t window = s.conv_dim() * s.k, state = s.width() * s.r;
-    float* projected = scratch<DECODE_PROJECTED>(batch * wide);
-    float *out = scratch<DECODE_INNER>(batch * inner), *all_bc = scratch<DECODE_SMALL>(batch * bc);
+    const int64_t wide = s.projected(), inner = s.mlp + s.width();
+    float *projected = scratch<DECODE_PROJECTED>(batch * wide), *out = scratch<DECODE_INNER>(batch * inner);
     project_normed(l.in_proj, l.norm, batch, residual, projected);
-    for (int64_t row = 0; row < batch; row++)
-        mamba2_step_begin(s, projected + row * wide, l.window + row * window, l.window + row * window, all_bc + row * bc);
-    step_parallel(batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
-        mamba2_step(s, projected + row * wide, all_bc + row * bc, l.window + row * window, l.window + row * window,
-                    l.state + row * state, l.state + row * state, out + row * inner, begin, end);
-    });
+    mamba2_step_heads({s, batch, projected, l.window, l.window, l.state, l.state, out});
     project(l.out_proj, batch, {residual, l.norm.width, true}, [&](int64_t row, float* to) {
         copy(out + row * inner + s.mlp, s.width(), to + s.mlp);
         mamba2_step_finish(s, projected + row * wide, to);
@@ -133,18 +126,10 @@ static void decode_mamba2(const DecodeLayer& l, int64_t batch, float* residual) 
 
 static void decode_mamba3(const DecodeLayer& l, int64_t batch, float* residual) {
     const Mamba3Step& s = *(const Mamba3Step*)l.step;
-    const int64_t wide = s.projected(), k_state = s.ranks * s.heads * s.r, kept = s.heads * s.kept_angles();
-    float* projected = scratch<DECODE_PROJECTED>(batch * wide);
-    float *out = scratch<DECODE_INNER>(batch * s.width()), *shared = scratch<DECODE_SMALL>(batch * s.shared());
+    float *projected = scratch<DECODE_PROJECTED>(batch * s.projected()), *out = scratch<DECODE_INNER>(batch * s.width());
+    const Mamba3Carried carried = {l.state, l.k_state, l.v_state, l.angle};
     project_normed(l.in_proj, l.norm, batch, residual, projected);
-    for (int64_t row = 0; row < batch; row++)
-        mamba3_step_begin(s, projected + row * wide, shared + row * s.shared());
-    step_parallel(batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
-        const Mamba3Carried carried = {l.state + row * s.width() * s.r, l.k_state + row * k_state,
-                                       l.v_state + row * s.width(), l.angle + row * kept};
-        mamba3_step(s, projected + row * wide, shared + row * s.shared(), carried, carried, out + row * s.width(), begin,
-                    end);
-    });
+    mamba3_step({s, batch, projected, carried, carried, out});
     project(l.out_proj, batch, {residual, l.norm.width, true},
             [&](int64_t row, float* to) { copy(out + row * s.width(), s.width(), to); });
 }
@@ -161,22 +146,28 @@ static void decode_mlp(const DecodeLayer& l, int64_t batch, float* residual) {
     });
 }
 
-}  // namespace MK_ISA
+struct Decode {
+    MK_FIELDS(Decode,
+        const DecodeModel* model;
+        int64_t batch;
+        const int64_t* ids;  // [batch]
+        float* logits;       // after these tokens, [batch][head.rows]
+    )
+};
 
-// logits[batch][head.rows] after the tokens ids[batch].
-MK_EXPORT(decode)(const void* decode_model, const int64_t* ids, int64_t batch, float* logits) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    const DecodeModel& model = *(const DecodeModel*)decode_model;
-    float* residual = scratch<DECODE_RESIDUAL>(batch * model.width);
+static void decode(const Decode& call) {
+    const DecodeModel& model = *call.model;
+    const int64_t batch = call.batch, width = model.width;
+    float* residual = scratch<DECODE_RESIDUAL>(batch * width);
     for (int64_t row = 0; row < batch; row++)
-        copy(model.embedding + ids[row] * model.width, model.width, residual + row * model.width);
+        copy(model.embedding + call.ids[row] * width, width, residual + row * width);
     for (const DecodeLayer* layer = model.layer; layer < model.layer + model.layers; layer++) {
         if (layer->family == 1) decode_mamba1(*layer, batch, residual);
         if (layer->family == 2) decode_mamba2(*layer, batch, residual);
         if (layer->family == 3) decode_mamba3(*layer, batch, residual);
         if (layer->fc1.rows) decode_mlp(*layer, batch, residual);
     }
-    project_normed(model.head, model.norm_f, batch, residual, logits);
-    MK_END
+    project_normed(model.head, model.norm_f, batch, residual, call.logits);
 }
+
+}  // namespace MK_ISA

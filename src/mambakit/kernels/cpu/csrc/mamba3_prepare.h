@@ -8,32 +8,39 @@
 #include "border.h"
 #include "rotation.h"
 #include "rows.h"
+#include "threads.h"
 
 namespace MK_ISA {
 
 // B or C.
 struct Side {
-    const float* x;  // [batch, length, ranks, groups, state]
-    int64_t x_batch, x_token;
-    const float* weight;  // [state]
-    const float* bias;    // [heads, ranks, state]
+    MK_FIELDS(Side,
+        const float* x;  // [batch, length, ranks, groups, state]
+        int64_t x_batch, x_token;
+        const float* weight;  // [state]
+        const float* bias;    // [heads, ranks, state]
+    )
 };
 
 struct Prepare {
-    Turns turns;
-    Pairs pairs;
-    int64_t ranks, groups;
-    float eps;
-    Side sides[2];
+    MK_FIELDS(Prepare,
+        Turns turns;
+        Pairs pairs;
+        int64_t ranks, groups;
+        float eps;
+        Side b, c;
+        double* entering;  // room for the angles before each block, [batch, blocks, heads, angles]
+    )
 
+    const Side& side(int64_t which) const { return which ? c : b; }
     int64_t lines() const { return ranks * groups; }
     int64_t outputs() const { return ranks * turns.heads * pairs.state; }
     int64_t group_of(int64_t head) const { return head / (turns.heads / groups); }
     const float* bias_of(int64_t side, int64_t head, int64_t rank) const {
-        return sides[side].bias + (head * ranks + rank) * pairs.state;
+        return this->side(side).bias + (head * ranks + rank) * pairs.state;
     }
     const float* line(int64_t side, int64_t row, int64_t t, int64_t line) const {
-        const Side& from = sides[side];
+        const Side& from = this->side(side);
         return from.x + row * from.x_batch + t * from.x_token + line * pairs.state;
     }
 };
@@ -64,7 +71,7 @@ static void norm_lines(const Prepare& all, int64_t row, int64_t t, Workspace& wo
     for (int64_t side = 0; side < 2; side++)
         for (int64_t line = 0; line < all.lines(); line++) {
             int64_t at = side * all.lines() + line;
-            work.inverse[at] = rms_norm(all.line(side, row, t, line), all.pairs.state, all.sides[side].weight, all.eps,
+            work.inverse[at] = rms_norm(all.line(side, row, t, line), all.pairs.state, all.side(side).weight, all.eps,
                                         work.normed + at * all.pairs.state);
         }
 }
@@ -112,15 +119,29 @@ static void norm_line_backward(const Prepare& all, const float* x, float inverse
     });
 }
 
-struct PrepareGradients {
-    const float* d_out[2];  // [batch, length, ranks, heads, state]
-    float* d_x[2];          // [batch, length, ranks, groups, state]
-    float* d_theta;         // [batch, length, heads, angles]
+struct PrepareForward {
+    MK_FIELDS(PrepareForward,
+        Prepare inputs;
+        float *b, *c;  // [batch, length, ranks, heads, state]
+        float* after;  // angles after the last token, [batch, heads, angles]
+    )
 };
 
-// One token; `sums` are the gradients of bias and weight, [2, heads, ranks, state] and [2, state].
-static void prepare_backward(const Prepare& all, const PrepareGradients& d, int64_t row, int64_t t, Workspace& work,
-                             float* sums) {
+struct PrepareBackward {
+    MK_FIELDS(PrepareBackward,
+        Prepare inputs;
+        const float *d_b_out, *d_c_out;  // [batch, length, ranks, heads, state]
+        const float* d_after;            // or null
+        float* d_theta;                  // room for [batch, length, heads, angles]
+        float *d_b, *d_c;                // [batch, length, ranks, groups, state]
+        float *d_rot, *d_dt, *d_before;
+        float* sums;  // the gradients of the biases and weights, [2, heads, ranks, state] and [2, state]
+    )
+};
+
+// One token; `sums` are the task's.
+static void prepare_token_backward(const PrepareBackward& d, int64_t row, int64_t t, Workspace& work, float* sums) {
+    const Prepare& all = d.inputs;
     const Turns& turns = all.turns;
     int64_t token = row * turns.length + t, state = all.pairs.state, lines = all.lines();
     clear(work.d_normed, 2 * lines * state);
@@ -130,7 +151,7 @@ static void prepare_backward(const Prepare& all, const PrepareGradients& d, int6
         for (int64_t side = 0; side < 2; side++)
             for (int64_t rank = 0; rank < all.ranks; rank++) {
                 int64_t line = (side * all.ranks + rank) * all.groups + all.group_of(head);
-                const float* d_out = d.d_out[side] + token * all.outputs() + (rank * turns.heads + head) * state;
+                const float* d_out = (side ? d.d_c_out : d.d_b_out) + token * all.outputs() + (rank * turns.heads + head) * state;
                 float* d_bias = sums + side * all.outputs() + (head * all.ranks + rank) * state;
                 turn_line_backward(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank), d_out,
                                    work.d_normed + line * state, d_bias, work.d_turn);
@@ -140,22 +161,22 @@ static void prepare_backward(const Prepare& all, const PrepareGradients& d, int6
     for (int64_t side = 0; side < 2; side++)
         for (int64_t line = 0; line < lines; line++) {
             int64_t at = side * lines + line;
-            norm_line_backward(all, all.line(side, row, t, line), work.inverse[at], all.sides[side].weight,
-                               work.d_normed + at * state, d.d_x[side] + (token * lines + line) * state,
+            norm_line_backward(all, all.line(side, row, t, line), work.inverse[at], all.side(side).weight,
+                               work.d_normed + at * state, (side ? d.d_c : d.d_b) + (token * lines + line) * state,
                                sums + 2 * all.outputs() + side * state);
         }
 }
 
 // body(task, row, t, work) for the tokens of blocks, with the angles and normed lines of each.
 template <class Body>
-static void each_prepared(const Prepare& all, const double* entering, int64_t tasks, const Body& body) {
+static void each_prepared(const Prepare& all, int64_t tasks, const Body& body) {
     const Turns& turns = all.turns;
     int64_t blocks = turns.blocks(), every = turns.batch * blocks;
     parallel(tasks, [&](int64_t begin, int64_t end) {
         Workspace work(all);
         for (int64_t task = begin; task < end; task++)
             for (int64_t at = begin_of(task, tasks, every); at < begin_of(task + 1, tasks, every); at++) {
-                copy(entering + at * turns.size(), turns.size(), work.angle);
+                copy(all.entering + at * turns.size(), turns.size(), work.angle);
                 for (int64_t t = turns.first(at % blocks); t < turns.last(at % blocks); t++) {
                     turns.rates(at / blocks, t, work.rate);
                     turns.advance(at / blocks, t, work.rate, work.angle);
@@ -166,62 +187,38 @@ static void each_prepared(const Prepare& all, const double* entering, int64_t ta
     });
 }
 
-}  // namespace MK_ISA
-
-#define MK_PREPARE_INPUTS                                                                                             \
-    int64_t batch, int64_t length, int64_t heads, int64_t angles, int64_t ranks, int64_t groups, int64_t state,       \
-        int64_t neighbours, float eps, const float *b, int64_t b_batch, int64_t b_token, const float *b_weight,       \
-        const float *b_bias, const float *c, int64_t c_batch, int64_t c_token, const float *c_weight,                 \
-        const float *c_bias, const float *rot, int64_t rot_batch, int64_t rot_token, const float *dt, double range,   \
-        const float *before, const int64_t *segments
-#define MK_PREPARE                                                                                                    \
-    {{batch, length, heads, angles, rot, rot_batch, rot_token, dt, range, before, segments},                          \
-     {state, angles, neighbours != 0},                                                                                 \
-     ranks,                                                                                                           \
-     groups,                                                                                                          \
-     eps,                                                                                                             \
-     {{b, b_batch, b_token, b_weight, b_bias}, {c, c_batch, c_token, c_weight, c_bias}}}
-
-// `entering` has room for the angles before each block, [batch, blocks, heads, angles].
-MK_EXPORT(mamba3_prepare)(MK_PREPARE_INPUTS, double* entering, float* b_out, float* c_out, float* after) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    Prepare all = MK_PREPARE;
-    angles_before_blocks(all.turns, entering, after);
-    float* outs[2] = {b_out, c_out};
-    int64_t every = batch * all.turns.blocks();
-    each_prepared(all, entering, every, MK_BODY(int64_t, int64_t row, int64_t t, Workspace & work) {
-        for (int64_t head = 0; head < heads; head++) {
-            work.turn.of(work.angle + head * angles, all.pairs);
+static void mamba3_prepare(const PrepareForward& call) {
+    const Prepare& all = call.inputs;
+    const Turns& turns = all.turns;
+    const int64_t state = all.pairs.state;
+    angles_before_blocks(turns, all.entering, call.after);
+    each_prepared(all, turns.batch * turns.blocks(), MK_BODY(int64_t, int64_t row, int64_t t, Workspace & work) {
+        for (int64_t head = 0; head < turns.heads; head++) {
+            work.turn.of(work.angle + head * turns.angles, all.pairs);
             for (int64_t side = 0; side < 2; side++)
-                for (int64_t rank = 0; rank < ranks; rank++) {
-                    int64_t line = (side * ranks + rank) * groups + all.group_of(head);
-                    float* out = outs[side] + (row * length + t) * all.outputs() + (rank * heads + head) * state;
-                    turn_line(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank), out);
+                for (int64_t rank = 0; rank < all.ranks; rank++) {
+                    int64_t line = (side * all.ranks + rank) * all.groups + all.group_of(head);
+                    float* out = (side ? call.c : call.b) + (row * turns.length + t) * all.outputs();
+                    turn_line(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank),
+                              out + (rank * turns.heads + head) * state);
                 }
         }
     });
-    MK_END
 }
 
-// d_after may be null. `entering` as above, `d_theta` has room for [batch, length, heads, angles]; `sums` become the
-// gradients of the biases and weights, [2, heads, ranks, state] and [2, state].
-MK_EXPORT(mamba3_prepare_backward)
-(MK_PREPARE_INPUTS, double* entering, const float* d_b_out, const float* d_c_out, const float* d_after, float* d_theta,
- float* d_b, float* d_c, float* d_rot, float* d_dt, float* d_before, float* sums) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    Prepare all = MK_PREPARE;
+static void mamba3_prepare_backward(const PrepareBackward& call) {
+    const Prepare& all = call.inputs;
     // What the row's last angle was is of no interest here.
-    angles_before_blocks(all.turns, entering, d_before);
-    int64_t tasks = count_tasks(batch * all.turns.blocks(), 1), parts = 2 * (all.outputs() + state);
+    angles_before_blocks(all.turns, all.entering, call.d_before);
+    const int64_t tasks = count_tasks(all.turns.batch * all.turns.blocks(), 1);
+    const int64_t parts = 2 * (all.outputs() + all.pairs.state);
     float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
-    PrepareGradients d = {{d_b_out, d_c_out}, {d_b, d_c}, d_theta};
-    each_prepared(all, entering, tasks, MK_BODY(int64_t task, int64_t row, int64_t t, Workspace & work) {
-        prepare_backward(all, d, row, t, work, task_sums + task * parts);
+    each_prepared(all, tasks, MK_BODY(int64_t task, int64_t row, int64_t t, Workspace & work) {
+        prepare_token_backward(call, row, t, work, task_sums + task * parts);
     });
-    add_tasks(task_sums, tasks, parts, sums);
-    angles_backward(all.turns, entering, d_theta, d_after, d_rot, d_dt, d_before);
-    MK_END
+    add_tasks(task_sums, tasks, parts, call.sums);
+    angles_backward(all.turns, all.entering, call.d_theta, call.d_after, call.d_rot, call.d_dt, call.d_before);
 }
+
+}  // namespace MK_ISA

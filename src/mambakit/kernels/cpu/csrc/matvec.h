@@ -199,33 +199,43 @@ static void over_rows(const Matrix& m, const Body& body) {
     else parallel(m.rows, body);
 }
 
-}  // namespace MK_ISA
+struct Matvec {
+    MK_FIELDS(Matvec,
+        Matrix matrix;
+        int64_t batch;
+        const float* x;  // [batch, columns]
+        float* y;        // [batch, rows]
+    )
+};
 
-// y[batch][rows] from x[batch][columns].
-MK_EXPORT(matvec)(const void* matrix, const float* x, float* y, int64_t batch) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    const Matrix& m = *(const Matrix*)matrix;
+static void matvec(const Matvec& call) {
+    const Matrix& m = call.matrix;
     over_rows(m, [&](int64_t begin, int64_t end) {
-        multiply(m, begin, end, filled_up(m, x, batch), stored_columns(m), batch, {y, m.rows, false});
+        multiply(m, begin, end, filled_up(m, call.x, call.batch), stored_columns(m), call.batch, {call.y, m.rows, false});
     });
-    MK_END
 }
 
-// The speed of memory, for benchmarks: every line of `bytes` bytes once.
-MK_EXPORT(read)(const float* data, int64_t floats, float* result) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    parallel(floats / (16 * W), [&](int64_t begin, int64_t end) {
+struct ReadMemory {
+    MK_FIELDS(ReadMemory,
+        const float* data;
+        int64_t floats;
+        float* result;
+    )
+};
+
+// The speed of memory, for benchmarks: every line once.
+static void read_memory(const ReadMemory& call) {
+    parallel(call.floats / (16 * W), [&](int64_t begin, int64_t end) {
         vf sums[4] = {};
         for (int64_t i = begin; i < end; i++)
             for (int64_t j = 0; j < 16; j++) {
                 const int64_t at = (i * 16 + j) * W;
-                if (at % 16 == 0) prefetch(data, at * (int64_t)sizeof(float) + AHEAD);
-                sums[j % 4] += load(data + at);
+                if (at % 16 == 0) prefetch(call.data, at * (int64_t)sizeof(float) + AHEAD);
+                sums[j % 4] += load(call.data + at);
             }
         const float value = sum(sums[0] + sums[1] + sums[2] + sums[3]);
-        __atomic_store_n((int32_t*)result, (int32_t)value, __ATOMIC_RELAXED);
+        __atomic_store_n((int32_t*)call.result, (int32_t)value, __ATOMIC_RELAXED);
     });
-    MK_END
 }
+
+}  // namespace MK_ISA

@@ -13,18 +13,39 @@ namespace MK_ISA {
 enum NormOrder { NO_NORM, GATE_FIRST, NORM_FIRST };
 
 struct Finish {
-    int64_t rows, ranks, width, group;
-    const float* y;  // [rows, ranks, width]
-    int64_t y_row;
-    const float* x;  // [rows, width], null: no skip
-    int64_t x_row;
-    const float* skip;  // [width]
-    const float* z;     // [rows, width], null: no gate
-    int64_t z_row;
-    const float *mimo_x, *mimo_z, *mimo_o;  // [ranks, width], null: ones
-    const float* weight;                    // [width], null: ones
-    int64_t order;
-    float eps;
+    MK_FIELDS(Finish,
+        int64_t rows, ranks, width, group;
+        const float* y;  // [rows, ranks, width]
+        int64_t y_row;
+        const float* x;  // [rows, width], null: no skip
+        int64_t x_row;
+        const float* skip;  // [width]
+        const float* z;     // [rows, width], null: no gate
+        int64_t z_row;
+        const float *mimo_x, *mimo_z, *mimo_o;  // [ranks, width], null: ones
+        const float* weight;                    // [width], null: ones
+        int64_t order;
+        float eps;
+    )
+};
+
+struct FinishForward {
+    MK_FIELDS(FinishForward,
+        Finish inputs;
+        float* out;  // [rows, width]
+    )
+};
+
+struct FinishBackward {
+    MK_FIELDS(FinishBackward,
+        Finish inputs;
+        const float* d_out;  // [rows, width]
+        int64_t d_out_row;
+        float *d_y, *d_x, *d_z;  // as y, x and z but contiguous; those of absent ones are null
+        // Of skip, weight, mimo_x, mimo_z and mimo_o one after the other, [2 + 3 ranks, width]; only those of given
+        // parameters are meaningful.
+        float* sums;
+    )
 };
 
 MK_INLINE vf load_or_one(const float* from, int64_t i, int64_t lanes) {
@@ -158,64 +179,48 @@ static void finish_group_backward(const FinishRank& r, int64_t from, int64_t gro
     });
 }
 
-}  // namespace MK_ISA
-
-MK_EXPORT(finish)
-(int64_t rows, int64_t ranks, int64_t width, const float* y, int64_t y_row, const float* x, int64_t x_row,
- const float* skip, const float* z, int64_t z_row, const float* mimo_x, const float* mimo_z, const float* mimo_o,
- const float* weight, int64_t group, int64_t order, float eps, float* out) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    Finish all = {rows,   ranks,  width,  group,  y,      y_row, x,  x_row, skip, z,
-                  z_row,  mimo_x, mimo_z, mimo_o, weight, order, eps};
-    int64_t tasks = count_tasks(rows, 16);
+static void finish(const FinishForward& call) {
+    const Finish& all = call.inputs;
+    const int64_t tasks = count_tasks(all.rows, 16);
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        float* kept = scratch<NORM_GROUP>(2 * group);
-        for (int64_t row = begin_of(begin, tasks, rows); row < begin_of(end, tasks, rows); row++)
-            for (int64_t rank = 0; rank < ranks; rank++) {
+        float* kept = scratch<NORM_GROUP>(2 * all.group);
+        for (int64_t row = begin_of(begin, tasks, all.rows); row < begin_of(end, tasks, all.rows); row++)
+            for (int64_t rank = 0; rank < all.ranks; rank++) {
                 FinishRank r(all, row, rank);
-                for (int64_t from = 0; from < width; from += group)
-                    finish_group(r, from, group, rank > 0, kept, out + row * width);
+                for (int64_t from = 0; from < all.width; from += all.group)
+                    finish_group(r, from, all.group, rank > 0, kept, call.out + row * all.width);
             }
     });
-    MK_END
 }
 
-// d_out is [rows, width]; d_y as y but contiguous. `sums` are the gradients of skip, weight, mimo_x, mimo_z and mimo_o
-// one after the other, [2 + 3 ranks, width], of which only those of given parameters are meaningful.
-MK_EXPORT(finish_backward)
-(int64_t rows, int64_t ranks, int64_t width, const float* y, int64_t y_row, const float* x, int64_t x_row,
- const float* skip, const float* z, int64_t z_row, const float* mimo_x, const float* mimo_z, const float* mimo_o,
- const float* weight, int64_t group, int64_t order, float eps, const float* d_out, int64_t d_out_row, float* d_y,
- float* d_x, int64_t d_x_row, float* d_z, int64_t d_z_row, float* sums) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    Finish all = {rows,   ranks,  width,  group,  y,      y_row, x,  x_row, skip, z,
-                  z_row,  mimo_x, mimo_z, mimo_o, weight, order, eps};
-    int64_t tasks = count_tasks(rows, 16), parts = (2 + 3 * ranks) * width;
+static void finish_backward(const FinishBackward& call) {
+    const Finish& all = call.inputs;
+    const int64_t rows = all.rows, ranks = all.ranks, width = all.width, parts = (2 + 3 * ranks) * width;
+    const int64_t tasks = count_tasks(rows, 16);
     float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        float* kept = scratch<NORM_GROUP>(4 * group);
+        float* kept = scratch<NORM_GROUP>(4 * all.group);
         for (int64_t task = begin; task < end; task++) {
             float* own = task_sums + task * parts;
             float *own_x = own + 2 * width, *own_z = own_x + ranks * width, *own_o = own_z + ranks * width;
             for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++)
                 for (int64_t rank = 0; rank < ranks; rank++) {
                     FinishRank r(all, row, rank);
-                    FinishGradients d = {d_y + (row * ranks + rank) * width,
-                                         d_x ? d_x + row * d_x_row : nullptr,
-                                         d_z ? d_z + row * d_z_row : nullptr,
-                                         skip ? own : nullptr,
-                                         weight ? own + width : nullptr,
-                                         mimo_x ? own_x + rank * width : nullptr,
-                                         mimo_z ? own_z + rank * width : nullptr,
-                                         mimo_o ? own_o + rank * width : nullptr};
-                    for (int64_t from = 0; from < width; from += group)
-                        finish_group_backward(r, from, group, rank > 0, d_out + row * d_out_row, kept, d);
+                    FinishGradients d = {call.d_y + (row * ranks + rank) * width,
+                                         call.d_x ? call.d_x + row * width : nullptr,
+                                         call.d_z ? call.d_z + row * width : nullptr,
+                                         all.skip ? own : nullptr,
+                                         all.weight ? own + width : nullptr,
+                                         all.mimo_x ? own_x + rank * width : nullptr,
+                                         all.mimo_z ? own_z + rank * width : nullptr,
+                                         all.mimo_o ? own_o + rank * width : nullptr};
+                    for (int64_t from = 0; from < width; from += all.group)
+                        finish_group_backward(r, from, all.group, rank > 0, call.d_out + row * call.d_out_row, kept, d);
                 }
         }
     });
-    add_tasks(task_sums, tasks, parts, sums);
-    MK_END
+    add_tasks(task_sums, tasks, parts, call.sums);
 }
+
+}  // namespace MK_ISA

@@ -3,6 +3,7 @@
 //     theta_t = theta_{t-1} + dt_t rate_t,    rate_t = range pi tanh(rot_t)        per head and angle
 #pragma once
 
+#include "border.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -52,13 +53,15 @@ MK_INLINE double wrapped(double angle) {
 }
 
 struct Turns {
-    int64_t batch, length, heads, angles;
-    const float* rot;  // [batch, length, angles]
-    int64_t rot_batch, rot_token;
-    const float* dt;  // [batch, length, heads]
-    double range;     // of a rate: range pi
-    const float* before;  // [batch, heads, angles], null: zeros
-    const int64_t* segments;  // [batch, length], or null
+    MK_FIELDS(Turns,
+        int64_t batch, length, heads, angles;
+        const float* rot;  // [batch, length, angles]
+        int64_t rot_batch, rot_token;
+        const float* dt;          // [batch, length, heads]
+        double range;             // of a rate: range pi
+        const float* before;      // [batch, heads, angles], null: zeros
+        const int64_t* segments;  // [batch, length], or null
+    )
 
     int64_t blocks() const { return length ? ceil_div(length, TURN_BLOCK) : 1; }
     int64_t first(int64_t block) const { return block * TURN_BLOCK; }
@@ -197,8 +200,10 @@ MK_INLINE vf doubled(const float* x, uint32_t flip) {
 
 // The entries of a state that turn: the first 2 `angles` with their neighbours, or `angles` of each half.
 struct Pairs {
-    int64_t state, angles;
-    bool neighbours;
+    MK_FIELDS(Pairs,
+        int64_t state, angles;
+        bool neighbours;
+    )
 };
 
 // Factors of one head's turn, by entry of the state: cosine for itself, sine for its partner, negative for the first of

@@ -212,7 +212,15 @@ static void write_outputs(const Scan& s, const Part& part, const Block& block, c
         }
 }
 
-static void scan_part(const Scan& s, const Part& part, float* y_bsi, float* last_bir) {
+struct ScanForward {
+    MK_FIELDS(ScanForward,
+        Scan inputs;
+        float *y_bsi, *last_bir;
+    )
+};
+
+static void scan_part(const Part& part, const ScanForward& call) {
+    const Scan& s = call.inputs;
     int64_t states = part.vectors * s.rank * W, tokens = part.vectors * BLOCK * W;
     float* a = scratch<SCAN_PART>(2 * states + 3 * tokens);
     float *h = a + states, *y = h + states;
@@ -231,16 +239,19 @@ static void scan_part(const Scan& s, const Part& part, float* y_bsi, float* last
                 int64_t at = (v * s.rank + first) * W;
                 scan_states<n.value, true>(s, part, block, v, first, a + at, h + at, y + place(v, 0), ahead);
             });
-        write_outputs(s, part, block, y, y_bsi);
+        write_outputs(s, part, block, y, call.y_bsi);
     }
-    scatter_states(part, h, s.rank, last_bir + of_row, s.rank);
+    scatter_states(part, h, s.rank, call.last_bir + of_row, s.rank);
 }
 
 }  // namespace MK_ISA::scan
 
-MK_EXPORT(selective_scan)(const MK_ISA::scan::Scan* inputs, float* y_bsi, float* last_bir) {
-    MK_BEGIN
-    using namespace MK_ISA::scan;
-    for_parts(*inputs, [&](const Part& part) { scan_part(*inputs, part, y_bsi, last_bir); });
-    MK_END
+namespace MK_ISA {
+
+using scan::ScanForward;
+
+static void selective_scan(const ScanForward& call) {
+    scan::for_parts(call.inputs, [&](const scan::Part& part) { scan_part(part, call); });
 }
+
+}  // namespace MK_ISA

@@ -17,10 +17,11 @@
 
 namespace MK_ISA::scan {
 
-// What comes in beside the inputs of the forward, and where the gradients go; null for those that are not wanted. All
-// but `dy` are contiguous. Sums over rows, and over the parts `k` of a group, are left to the caller.
-struct ScanGradients {
-    MK_FIELDS(ScanGradients,
+// The inputs of the forward, what comes in beside them, and where the gradients go; null for those that are not wanted.
+// All but `dy` are contiguous. Sums over rows, and over the parts `k` of a group, are left to the caller.
+struct ScanBackward {
+    MK_FIELDS(ScanBackward,
+        Scan inputs;
         PerToken dy;
         const float* d_last_bir;
         float *dx_bsi, *d_dt_bsi, *dz_bsi, *da_bir, *db_kbsgr, *dc_kbsgr, *d_state_bir, *d_skip_bi, *d_dt_bias_bi;
@@ -120,7 +121,7 @@ static void scan_states_back(
 // The gradients per token and channel. All are linear in the sums over states, so each run of states adds its share;
 // the first also has what does not depend on states. Adds to d_skip and d_dt_bias, [vector][lane].
 static void write_gradients(
-    const Scan& s, const Part& part, const ScanGradients& grads, const BackwardBlock& block, bool add, float* d_skip,
+    const Scan& s, const Part& part, const ScanBackward& grads, const BackwardBlock& block, bool add, float* d_skip,
     float* d_dt_bias) {
     int64_t width = s.groups * s.channels;
     for (int64_t t = 0; t < block.count; t++)
@@ -161,7 +162,7 @@ static void write_channel_sums(
 
 // The states [first, first + n) of a part, through the whole sequence and back.
 static void scan_run_back(
-    const Scan& s, const Part& part, const ScanGradients& grads, int64_t first, int64_t n, float* d_skip,
+    const Scan& s, const Part& part, const ScanBackward& grads, int64_t first, int64_t n, float* d_skip,
     float* d_dt_bias) {
     int64_t blocks = ceil_div(s.tokens, BLOCK);
     int64_t states = part.vectors * n * W, tokens = part.vectors * BLOCK * W, few = BLOCK * FEW * W;
@@ -215,7 +216,7 @@ static void scan_run_back(
     if (grads.d_state_bir) scatter_states(part, g, n, grads.d_state_bir + of_row, s.rank);
 }
 
-static void scan_part_back(const Scan& s, const Part& part, const ScanGradients& grads) {
+static void scan_part_back(const Scan& s, const Part& part, const ScanBackward& grads) {
     float *d_skip = scratch<SCAN_SUMS>(2 * part.vectors * W), *d_dt_bias = d_skip + part.vectors * W;
     clear(d_skip, 2 * part.vectors * W);
     for (int64_t first = 0; first == 0 || first < s.rank; first += RUN)  // once without states: there is the skip
@@ -227,9 +228,12 @@ static void scan_part_back(const Scan& s, const Part& part, const ScanGradients&
 
 }  // namespace MK_ISA::scan
 
-MK_EXPORT(selective_scan_backward)(const MK_ISA::scan::Scan* inputs, const MK_ISA::scan::ScanGradients* grads) {
-    MK_BEGIN
-    using namespace MK_ISA::scan;
-    for_parts(*inputs, [&](const Part& part) { scan_part_back(*inputs, part, *grads); });
-    MK_END
+namespace MK_ISA {
+
+using scan::ScanBackward;
+
+static void selective_scan_backward(const ScanBackward& call) {
+    scan::for_parts(call.inputs, [&](const scan::Part& part) { scan_part_back(call.inputs, part, call); });
 }
+
+}  // namespace MK_ISA

@@ -24,8 +24,8 @@ struct Sequence {
     const float* at(int64_t batch, int64_t token) const { return data + batch * batch_stride + token * token_stride; }
 };
 
-struct Arguments {
-    MK_FIELDS(Arguments,
+struct Ssd {
+    MK_FIELDS(Ssd,
         int64_t b, s, m, h, p, g, r, chunk_len;
         Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
         const int64_t* segments_bs;  // or null
@@ -64,7 +64,7 @@ struct Chunk {
     int64_t* first_row;  // of the token's sequence in this chunk, per token
 };
 
-static void cut(const Arguments& x, int64_t batch, int64_t index, Chunk& c) {
+static void cut(const Ssd& x, int64_t batch, int64_t index, Chunk& c) {
     c.batch = batch;
     c.start = index * x.chunk_len;
     c.len = least(x.chunk_len, x.s - c.start);
@@ -96,7 +96,7 @@ struct Decays {
     float over;          // exp(a_end), 0 unless one sequence fills the chunk
     double* sum;
 
-    void lay_out(Arena& arena, const Arguments& x) {
+    void lay_out(Arena& arena, const Ssd& x) {
         sum_high = arena.floats(x.Q());
         sum_low = arena.floats(x.Q());
         w_now = arena.floats(x.Q());
@@ -107,7 +107,7 @@ struct Decays {
     }
 };
 
-static void find_decays(const Arguments& x, const Chunk& c, int64_t head, Decays& d) {
+static void find_decays(const Ssd& x, const Chunk& c, int64_t head, Decays& d) {
     double a = 0;
     for (int64_t l = 0; l < c.len; l++) {
         a += (double)x.da_bsh.at(c.batch, c.start + l)[head];
@@ -145,7 +145,7 @@ MK_INLINE vi column_numbers(int64_t from) {
 }
 
 // Decay from the writers in columns [at, at + W) to token l reading them, 0 unless they are earlier and of its sequence.
-MK_INLINE vf pair_decay(const Arguments& x, const Chunk& c, const Decays& d, int64_t l, int64_t at) {
+MK_INLINE vf pair_decay(const Ssd& x, const Chunk& c, const Decays& d, int64_t l, int64_t at) {
     int64_t row = l * x.m;
     vf gap = (splat(d.sum_high[row]) - load(d.sum_high + at)) + (splat(d.sum_low[row]) - load(d.sum_low + at));
     vi column = column_numbers(at);
@@ -155,7 +155,7 @@ MK_INLINE vf pair_decay(const Arguments& x, const Chunk& c, const Decays& d, int
 }
 
 // How much of what the columns wrote token l reads: decayed w_later before it, w_now of its own.
-MK_INLINE vf pair_weight(const Arguments& x, const Decays& d, int64_t l, int64_t at, vf decay) {
+MK_INLINE vf pair_weight(const Ssd& x, const Decays& d, int64_t l, int64_t at, vf decay) {
     vi column = column_numbers(at);
     int64_t row = l * x.m;
     vi own = (column >= splat_int((int32_t)row)) & (column < splat_int((int32_t)(row + x.m)));
@@ -181,7 +181,7 @@ static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, con
 }
 
 // to = over * from + left^T right over the q rows of a chunk: how a state passes it, forwards or backwards.
-static void pass_chunk(const Arguments& x, int64_t q, const float* left, const float* right, float over,
+static void pass_chunk(const Ssd& x, int64_t q, const float* left, const float* right, float over,
                        const float* from, float* to) {
     int64_t P = x.P(), R = x.R();
     column_tiles(P / W, [&](auto columns, int64_t j) {
@@ -233,7 +233,7 @@ static void scale_rows(const float* from, const float* factor, int64_t q, int64_
 }
 
 // The state after a chunk, from that before it.
-static void advance(const Arguments& x, const Chunk& c, const Decays& d, const float* b, const float* v, float* weighed,
+static void advance(const Ssd& x, const Chunk& c, const Decays& d, const float* b, const float* v, float* weighed,
                     const float* from, float* to) {
     for (int64_t i = 0; i < c.q; i++) {
         vf weight = splat(d.to_end[i] * d.w_later[i]);
@@ -257,7 +257,7 @@ struct Heads {
 
 // f(group, its first head here, one after its last here)
 template <class F>
-MK_INLINE void for_groups(const Arguments& x, const Heads& heads, const F& f) {
+MK_INLINE void for_groups(const Ssd& x, const Heads& heads, const F& f) {
     int64_t per_group = x.h / x.g;
     for (int64_t at = heads.first; at < heads.last;) {
         int64_t end = least(heads.last, (at / per_group + 1) * per_group);
@@ -268,7 +268,7 @@ MK_INLINE void for_groups(const Arguments& x, const Heads& heads, const F& f) {
 
 // task(heads, range) for `ranges` about equal ranges of all heads of all rows of the batch, cut where a row ends.
 template <class Task>
-static void for_head_ranges(const Arguments& x, int64_t ranges, const Task& task) {
+static void for_head_ranges(const Ssd& x, int64_t ranges, const Task& task) {
     int64_t all = x.b * x.h;
     parallel(ranges, [&](int64_t first, int64_t last) {
         for (int64_t range = first; range < last; range++)
@@ -280,13 +280,13 @@ static void for_head_ranges(const Arguments& x, int64_t ranges, const Task& task
     });
 }
 
-static void gather_side(const Arguments& x, const Sequence& from, const Chunk& c, int64_t group, const Heads& heads,
+static void gather_side(const Ssd& x, const Sequence& from, const Chunk& c, int64_t group, const Heads& heads,
                         int64_t step, float* to) {
     int64_t per_group = x.h / x.g, first = heads.first / per_group, last = (heads.last - 1) / per_group + 1;
     gather_rows(from, c, x.m, x.g, group, x.r, to, x.R(), rows_ahead(from, x.r, group, first, last, step));
 }
 
-static void gather_values(const Arguments& x, const Sequence& from, const Chunk& c, int64_t head, const Heads& heads,
+static void gather_values(const Ssd& x, const Sequence& from, const Chunk& c, int64_t head, const Heads& heads,
                           int64_t step, float* to) {
     gather_rows(from, c, x.m, x.h, head, x.p, to, x.P(), rows_ahead(from, x.p, head, heads.first, heads.last, step));
 }

@@ -71,37 +71,48 @@ static void mamba1_step_scan(
     });
 }
 
-}  // namespace MK_ISA
+// Rows are contiguous.
+struct Mamba1StepConv {
+    MK_FIELDS(Mamba1StepConv,
+        Mamba1Step step;
+        int64_t batch;
+        const float *projected, *window_in;  // [batch][2][channels], [batch][channels][k]
+        float *window_out, *x;               // x[batch][channels]
+    )
+};
 
-// Rows are contiguous: projected[batch][2][channels], window[batch][channels][k], x[batch][channels].
-MK_EXPORT(mamba1_step_conv)(
-    int64_t batch, int64_t channels, int64_t k, const float* conv_weight, const float* conv_bias, const float* projected,
-    const float* window_in, float* window_out, float* x) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    const Mamba1Step s = {channels, 0, k, conv_weight, conv_bias, nullptr, nullptr, nullptr};
+static void mamba1_step_conv(const Mamba1StepConv& call) {
+    const Mamba1Step& s = call.step;
+    const int64_t i = s.channels, window = i * s.k;
     // A few microseconds at most: not worth a second thread.
-    for (int64_t row = 0; row < batch; row++)
-        mamba1_step_conv(s, projected + row * 2 * channels, window_in + row * channels * k,
-                         window_out + row * channels * k, x + row * channels, 0, channels);
-    MK_END
+    for (int64_t row = 0; row < call.batch; row++)
+        mamba1_step_conv(s, call.projected + row * 2 * i, call.window_in + row * window, call.window_out + row * window,
+                         call.x + row * i, 0, i);
 }
 
-// dt_b_c[batch][dt_rank + 2 r] is what x_proj returns; its first part went through dt_proj into dt[batch][channels].
-MK_EXPORT(mamba1_step_scan)(
-    int64_t batch, int64_t channels, int64_t r, int64_t dt_rank, const float* A_log, const float* D,
-    const float* projected, const float* x, const float* dt, const float* dt_b_c, const float* state_in,
-    float* state_out, float* out) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    const Mamba1Step s = {channels, r, 0, nullptr, nullptr, A_log, nullptr, D};
-    const int64_t blocks = ceil_div(channels, W);  // threads share whole vectors
+struct Mamba1StepScan {
+    MK_FIELDS(Mamba1StepScan,
+        Mamba1Step step;
+        int64_t batch, dt_rank;
+        const float *projected, *x;
+        // dt_b_c[batch][dt_rank + 2 r] is what x_proj returns; its first part went through dt_proj into
+        // dt[batch][channels].
+        const float *dt, *dt_b_c;
+        const float* state_in;  // [batch][channels][r]
+        float *state_out, *out;
+    )
+};
+
+static void mamba1_step_scan(const Mamba1StepScan& call) {
+    const Mamba1Step& s = call.step;
+    const int64_t i = s.channels, blocks = ceil_div(i, W);  // threads share whole vectors
     // An entry with its two exponentials costs several of the other families'.
-    step_parallel(batch, blocks, 3 * W * r, [&](int64_t row, int64_t begin, int64_t end) {
-        const float* b = dt_b_c + row * (dt_rank + 2 * r) + dt_rank;
-        int64_t last = least(end * W, channels), state = row * channels * r;
-        mamba1_step_scan(s, projected + row * 2 * channels, x + row * channels, dt + row * channels, b, b + r,
-                         state_in + state, state_out + state, out + row * channels, begin * W, last);
+    step_parallel(call.batch, blocks, 3 * W * s.r, [&](int64_t row, int64_t begin, int64_t end) {
+        const float* b = call.dt_b_c + row * (call.dt_rank + 2 * s.r) + call.dt_rank;
+        const int64_t state = row * i * s.r;
+        mamba1_step_scan(s, call.projected + row * 2 * i, call.x + row * i, call.dt + row * i, b, b + s.r,
+                         call.state_in + state, call.state_out + state, call.out + row * i, begin * W, least(end * W, i));
     });
-    MK_END
 }
+
+}  // namespace MK_ISA

@@ -88,31 +88,41 @@ static void mamba2_step_finish(const Mamba2Step& s, const float* projected, floa
         mamba2_step_norm(s, projected + s.z() + at, s.norm_weight + at, out + s.mlp + at);
 }
 
-}  // namespace MK_ISA
+// All rows, which are contiguous.
+struct Mamba2StepCall {
+    MK_FIELDS(Mamba2StepCall,
+        Mamba2Step step;
+        int64_t batch;
+        const float* projected;  // [batch][projected()]
+        const float* window_in;  // [batch][conv_dim][k]
+        float* window_out;
+        const float* state_in;  // [batch][heads][p][r]
+        float* state_out;
+        float* out;  // [batch][mlp + heads * p]
+    )
+};
 
-// Rows are contiguous: projected[batch][projected()], window[batch][conv_dim][k], state[batch][heads][p][r],
-// out[batch][mlp + heads * p].
-MK_EXPORT(mamba2_step)(
-    int64_t batch, int64_t heads, int64_t p, int64_t r, int64_t groups, int64_t k, int64_t mlp, const float* conv_weight,
-    const float* conv_bias, const float* dt_bias, const float* A_log, const float* D, const float* norm_weight,
-    int64_t norm_group, float norm_eps, float dt_low, float dt_high, int64_t D_per_channel, int64_t norm_before_gate,
-    const float* projected, const float* window_in, float* window_out, const float* state_in, float* state_out,
-    float* out) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    const Mamba2Step s = {heads, p, r, groups, k, mlp, conv_weight, conv_bias, dt_bias, A_log, D, norm_weight,
-                          norm_group, norm_eps, dt_low, dt_high, D_per_channel != 0, norm_before_gate != 0};
-    const int64_t window = s.conv_dim() * k, state = s.width() * r, bc = 2 * groups * r;
-    float* all_bc = scratch<STEP_ROWS>(batch * bc);
-    for (int64_t row = 0; row < batch; row++)
-        mamba2_step_begin(s, projected + row * s.projected(), window_in + row * window, window_out + row * window,
+// All but mamba2_step_finish.
+static void mamba2_step_heads(const Mamba2StepCall& call) {
+    const Mamba2Step& s = call.step;
+    const int64_t window = s.conv_dim() * s.k, state = s.width() * s.r, bc = 2 * s.groups * s.r;
+    const int64_t wide = s.projected(), inner = s.mlp + s.width();
+    float* all_bc = scratch<STEP_ROWS>(call.batch * bc);
+    for (int64_t row = 0; row < call.batch; row++)
+        mamba2_step_begin(s, call.projected + row * wide, call.window_in + row * window, call.window_out + row * window,
                           all_bc + row * bc);
-    step_parallel(batch, heads, p * r, [&](int64_t row, int64_t begin, int64_t end) {
-        mamba2_step(s, projected + row * s.projected(), all_bc + row * bc, window_in + row * window,
-                    window_out + row * window, state_in + row * state, state_out + row * state,
-                    out + row * (mlp + s.width()), begin, end);
+    step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
+        mamba2_step(s, call.projected + row * wide, all_bc + row * bc, call.window_in + row * window,
+                    call.window_out + row * window, call.state_in + row * state, call.state_out + row * state,
+                    call.out + row * inner, begin, end);
     });
-    for (int64_t row = 0; row < batch; row++)
-        mamba2_step_finish(s, projected + row * s.projected(), out + row * (mlp + s.width()));
-    MK_END
 }
+
+static void mamba2_step(const Mamba2StepCall& call) {
+    const Mamba2Step& s = call.step;
+    mamba2_step_heads(call);
+    for (int64_t row = 0; row < call.batch; row++)
+        mamba2_step_finish(s, call.projected + row * s.projected(), call.out + row * (s.mlp + s.width()));
+}
+
+}  // namespace MK_ISA

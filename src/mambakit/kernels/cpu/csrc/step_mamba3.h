@@ -108,7 +108,14 @@ static void mamba3_step_expand(const Mamba3Step& s, int64_t head, float weight, 
 
 // What a row carries: state[heads][p][r], k_state[ranks][heads][r], v_state[heads][p], angle[heads][kept_angles].
 struct Mamba3Carried {
-    float *state, *k_state, *v_state, *angle;
+    MK_FIELDS(Mamba3Carried,
+        float *state, *k_state, *v_state, *angle;
+    )
+
+    Mamba3Carried row(const Mamba3Step& s, int64_t row) const {
+        return {state + row * s.width() * s.r, k_state + row * s.ranks * s.heads * s.r, v_state + row * s.width(),
+                angle + row * s.heads * s.kept_angles()};
+    }
 };
 
 // Then the heads [head_begin, head_end), in any order and any thread; out is [heads * p].
@@ -146,32 +153,26 @@ static void mamba3_step(
     }
 }
 
-}  // namespace MK_ISA
+// All rows, which are contiguous.
+struct Mamba3StepCall {
+    MK_FIELDS(Mamba3StepCall,
+        Mamba3Step step;
+        int64_t batch;
+        const float* projected;  // [batch][projected()]
+        Mamba3Carried before, after;
+        float* out;  // [batch][heads * p]
+    )
+};
 
-// Rows are contiguous, as Mamba3Step and Mamba3Carried say.
-MK_EXPORT(mamba3_step)(
-    int64_t batch, int64_t heads, int64_t p, int64_t r, int64_t groups, int64_t ranks, int64_t angles, int64_t half,
-    int64_t heavy_tail, const float* dt_bias, const float* B_norm, const float* C_norm, const float* B_bias,
-    const float* C_bias, const float* mimo_x, const float* mimo_z, const float* mimo_o, const float* D,
-    const float* norm_weight, float norm_eps, float dt_low, float dt_high, float a_floor, float rotation_range,
-    const float* projected, float* state_in, float* k_state_in, float* v_state_in, float* angle_in, float* state_out,
-    float* k_state_out, float* v_state_out, float* angle_out, float* out) {
-    MK_BEGIN
-    using namespace MK_ISA;
-    const Mamba3Step s = {heads,  p,      r,      groups, ranks,       angles,   half != 0, heavy_tail != 0, dt_bias,
-                          B_norm, C_norm, B_bias, C_bias, mimo_x,      mimo_z,   mimo_o,    D,               norm_weight,
-                          norm_eps, dt_low, dt_high, a_floor, rotation_range};
-    const int64_t k_state = ranks * heads * r, kept = heads * s.kept_angles();
-    auto carried = [&](int64_t row, float* state, float* k, float* v, float* angle) {
-        return Mamba3Carried{state + row * s.width() * r, k + row * k_state, v + row * s.width(), angle + row * kept};
-    };
-    float* shared = scratch<STEP_ROWS>(batch * s.shared());
-    for (int64_t row = 0; row < batch; row++)
-        mamba3_step_begin(s, projected + row * s.projected(), shared + row * s.shared());
-    step_parallel(batch, heads, p * r, [&](int64_t row, int64_t begin, int64_t end) {
-        mamba3_step(s, projected + row * s.projected(), shared + row * s.shared(),
-                    carried(row, state_in, k_state_in, v_state_in, angle_in),
-                    carried(row, state_out, k_state_out, v_state_out, angle_out), out + row * s.width(), begin, end);
+static void mamba3_step(const Mamba3StepCall& call) {
+    const Mamba3Step& s = call.step;
+    float* shared = scratch<STEP_ROWS>(call.batch * s.shared());
+    for (int64_t row = 0; row < call.batch; row++)
+        mamba3_step_begin(s, call.projected + row * s.projected(), shared + row * s.shared());
+    step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
+        mamba3_step(s, call.projected + row * s.projected(), shared + row * s.shared(), call.before.row(s, row),
+                    call.after.row(s, row), call.out + row * s.width(), begin, end);
     });
-    MK_END
 }
+
+}  // namespace MK_ISA

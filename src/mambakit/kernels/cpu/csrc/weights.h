@@ -18,7 +18,6 @@ namespace MK_ISA {
 
 enum WeightFormat { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NF4 = 3 };
 
-// The same fields, in the same order, as `Matrix` in matvec.py.
 struct Matrix {
     MK_FIELDS(Matrix,
         int64_t format, rows, columns;
