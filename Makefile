@@ -15,7 +15,7 @@ CSRC := src/mambakit/kernels/cpu/csrc
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test quick check lint format bench kernels sanitize fuzz clean
+.PHONY: demo test quick check lint format bench kernels headers sanitize fuzz clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -29,7 +29,7 @@ demo: .venv/.ok
 
 check: lint test
 
-lint: .venv/.ok-dev
+lint: .venv/.ok-dev headers
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright
@@ -43,6 +43,11 @@ kernels: .venv/.ok $(KERNELS)
 
 $(KERNELS): setup.py $(wildcard $(CSRC)/*)
 	$(PY) setup.py -q build_ext --inplace
+
+# Every header by itself: each includes what it uses.
+headers:
+	for header in $(CSRC)/*.h; do \
+		$(CXX) -std=c++17 -fsyntax-only -DMK_ISA=plain -DMK_WIDTH=4 -include $$header -x c++ /dev/null || exit 1; done
 
 # The kernels once more with checks of every address and of undefined behaviour, and all tests that reach them.
 # Python itself is not built with the checker, hence the preloading; leaks would be those of the interpreter.

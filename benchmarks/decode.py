@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from benchmarks.measure import gemm_task, interleaved, median, peak_bytes, progress, table, write_json
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, Mamba3Config, ModelConfig, quantize, stream
-from mambakit.kernels.cpu.library import kernel, why_missing
+from mambakit.kernels.cpu.library import run, why_missing
+from mambakit.kernels.cpu.structs import ReadMemory
 from mambakit.models.quantization import quantization_report, weight_bytes
 from mambakit.ops.backends import use_backend
 from mambakit.tools.benchmark import module_flops
@@ -72,7 +73,7 @@ def reader(model: LanguageModel) -> tuple[Callable[[], Any], int]:
 
     def read() -> None:
         for weight in weights:
-            kernel("read", "pip")(weight.data_ptr(), weight.numel(), result.data_ptr())
+            run(ReadMemory(data=weight.data_ptr(), floats=weight.numel(), result=result.data_ptr()))
 
     return read, bytes_read
 

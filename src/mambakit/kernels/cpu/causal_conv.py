@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from mambakit.kernels.cpu.backend import CPU
-from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.kernels.cpu.library import pointer, run
 from mambakit.kernels.cpu.pages import empty
+from mambakit.kernels.cpu.structs import Conv, ConvBackward, ConvForward
 from mambakit.ops.causal_conv import CAUSAL_CONV
-
-# batch, length, width, taps; x and its strides; weight, bias; window and its stride; segments, lengths; silu.
-INPUTS = "iiii" + "pii" + "pp" + "pi" + "pp" + "i"
 
 
 def convolve(*inputs: Any) -> list[Tensor]:
@@ -23,8 +21,16 @@ def convolve(*inputs: Any) -> list[Tensor]:
     start = 0
     for part in parts:
         width = part.shape[2]
-        out = (pointer(part), s * width, width, at(after_bvk, start * k), v * k)
-        kernel("causal_conv", INPUTS + "pii" + "pi")(*given.channels(start, width), *out)
+        run(
+            ConvForward(
+                inputs=given.channels(start, width),
+                y=pointer(part),
+                y_batch=s * width,
+                y_token=width,
+                after=at(after_bvk, start * k),
+                after_batch=v * k,
+            )
+        )
         start += width
     return [*parts, after_bvk]
 
@@ -42,15 +48,23 @@ def convolve_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tenso
     start = 0
     for d_part in map(channels_last, d_parts):
         width = d_part.shape[2]
-        out = (
-            *(pointer(d_part), *d_part.stride()[:2]),
-            *(at(d_after_bvk, start * k), v * k),
-            *(at(d_x_bsv, start), s * v, v),
-            *(at(d_weight_vk, start * k), at(d_bias_v, start)),
-            *(at(d_window_bvk, start * k), v * k),
+        run(
+            ConvBackward(
+                inputs=given.channels(start, width),
+                d_y=pointer(d_part),
+                d_y_batch=d_part.stride(0),
+                d_y_token=d_part.stride(1),
+                d_after=at(d_after_bvk, start * k),
+                after_batch=v * k,
+                d_x=at(d_x_bsv, start),
+                d_x_batch=s * v,
+                d_x_token=v,
+                d_weight=at(d_weight_vk, start * k),
+                d_bias=at(d_bias_v, start),
+                d_window=at(d_window_bvk, start * k),
+                d_window_batch=v * k,
+            )
         )
-        signature = INPUTS + "pii" + "pi" + "pii" + "pp" + "pi"
-        kernel("causal_conv_backward", signature)(*given.channels(start, width), *out)
         start += width
     return [d_x_bsv, d_weight_vk, d_bias_v, d_window_bvk]
 
@@ -70,17 +84,25 @@ class Inputs:
     ) -> None:
         self.x_bsv, self.weight_vk, self.silu = channels_last(x_bsv), weight_vk.contiguous(), silu
         self.bias_v, self.window_bvk = contiguous(bias_v), contiguous(window_bvk)
-        self.ids = [None if t is None else t.to(torch.int64).contiguous() for t in (segments_bs, lengths_b)]
+        self.segments_bs, self.lengths_b = integers(segments_bs), integers(lengths_b)
 
-    def channels(self, start: int, width: int) -> tuple[Any, ...]:
+    def channels(self, start: int, width: int) -> Conv:
         (b, s, v), k = self.x_bsv.shape, self.weight_vk.shape[1]
-        return (
-            *(b, s, width, k),
-            *(at(self.x_bsv, start), *self.x_bsv.stride()[:2]),
-            *(at(self.weight_vk, start * k), at(self.bias_v, start)),
-            *(at(self.window_bvk, start * k), v * k),
-            *map(pointer, self.ids),
-            self.silu,
+        return Conv(
+            batch=b,
+            length=s,
+            width=width,
+            taps=k,
+            x=at(self.x_bsv, start),
+            x_batch=self.x_bsv.stride(0),
+            x_token=self.x_bsv.stride(1),
+            weight=at(self.weight_vk, start * k),
+            bias=at(self.bias_v, start),
+            window=at(self.window_bvk, start * k),
+            window_batch=v * k,
+            segments=pointer(self.segments_bs),
+            lengths=pointer(self.lengths_b),
+            with_silu=self.silu,
         )
 
 
@@ -91,6 +113,10 @@ def channels_last(x_bsv: Tensor) -> Tensor:
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def integers(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.int64).contiguous()
 
 
 def at(tensor: Tensor | None, element: int) -> int | None:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from mambakit.kernels.cpu.backend import CPU
-from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.kernels.cpu.library import pointer, run
 from mambakit.kernels.cpu.norm import in_rows
 from mambakit.kernels.cpu.pages import empty
+from mambakit.kernels.cpu.structs import ExpandRanks, ExpandRanksBackward
 from mambakit.ops.expand_ranks import EXPAND_RANKS
 
 
@@ -16,7 +17,17 @@ def expand(x_Ni: Tensor, weight_mi: Tensor) -> list[Tensor]:
     x_Ni, weight_mi = in_rows(x_Ni), weight_mi.contiguous()
     (n, i), m = x_Ni.shape, len(weight_mi)
     v_Nmi = empty(n, m, i)
-    kernel("expand_ranks", "iiipipp")(n, m, i, pointer(x_Ni), x_Ni.stride(0), pointer(weight_mi), pointer(v_Nmi))
+    run(
+        ExpandRanks(
+            rows=n,
+            ranks=m,
+            width=i,
+            x=pointer(x_Ni),
+            x_row=x_Ni.stride(0),
+            weight=pointer(weight_mi),
+            v=pointer(v_Nmi),
+        )
+    )
     return [v_Nmi]
 
 
@@ -24,8 +35,18 @@ def expand_backward(grads: list[Tensor], x_Ni: Tensor, weight_mi: Tensor, needs:
     d_v_Nmi, x_Ni, weight_mi = grads[0].contiguous(), in_rows(x_Ni), weight_mi.contiguous()
     n, m, i = d_v_Nmi.shape
     d_x_Ni, d_weight_mi = empty(n, i), torch.empty_like(weight_mi)
-    kernel("expand_ranks_backward", "iiipipppp")(
-        *(n, m, i, pointer(x_Ni), x_Ni.stride(0)), *map(pointer, (weight_mi, d_v_Nmi, d_x_Ni, d_weight_mi))
+    run(
+        ExpandRanksBackward(
+            rows=n,
+            ranks=m,
+            width=i,
+            x=pointer(x_Ni),
+            x_row=x_Ni.stride(0),
+            weight=pointer(weight_mi),
+            d_v=pointer(d_v_Nmi),
+            d_x=pointer(d_x_Ni),
+            d_weight=pointer(d_weight_mi),
+        )
     )
     return [d_x_Ni, d_weight_mi]
 

@@ -1,28 +1,25 @@
 """Products of a weight matrix with few rows, in four weight formats; csrc/weights.h says what their tensors hold."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from mambakit.kernels.cpu.backend import CPU
-from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.kernels.cpu.library import pointer, run
+from mambakit.kernels.cpu.structs import Matrix, Matvec
 from mambakit.ops.few_rows import FEW_ROWS, Weights
-
-
-class Matrix(ctypes.Structure):
-    """`Matrix` of csrc/weights.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("format", "rows", "columns", "group")),
-        *((name, ctypes.c_void_p) for name in ("weight", "scales", "bias")),
-    ]
 
 
 def matrix(weights: Weights) -> Matrix:
     """Its addresses, good for as long as the tensors live where they are."""
-    tensors = (pointer(t) for t in (weights.weight, weights.scales, weights.bias))
-    return Matrix(weights.format, weights.weight.shape[0], weights.columns, weights.group, *tensors)
+    return Matrix(
+        format=weights.format,
+        rows=weights.weight.shape[0],
+        columns=weights.columns,
+        group=weights.group,
+        weight=pointer(weights.weight),
+        scales=pointer(weights.scales),
+        bias=pointer(weights.bias),
+    )
 
 
 def multiply(
@@ -36,7 +33,7 @@ def multiply(
     stored = matrix(Weights(format, columns, *tensors, group))  # type: ignore[arg-type]
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], stored.rows)
-    kernel("matvec", "pppi")(ctypes.addressof(stored), pointer(x), pointer(y), y.numel() // max(1, stored.rows))
+    run(Matvec(matrix=stored, batch=y.numel() // max(1, stored.rows), x=pointer(x), y=pointer(y)))
     return [y]
 
 

@@ -10,7 +10,17 @@ from typing import Any
 from torch import Tensor
 
 from mambakit.kernels.cpu.backend import CPU
-from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.kernels.cpu.library import pointer, run
+from mambakit.kernels.cpu.structs import (
+    Mamba1Step,
+    Mamba1StepConv,
+    Mamba1StepScan,
+    Mamba2Step,
+    Mamba2StepCall,
+    Mamba3Carried,
+    Mamba3Step,
+    Mamba3StepCall,
+)
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, MAMBA2_STEP, MAMBA3_STEP, like
 
 
@@ -33,14 +43,23 @@ def mamba1_step_conv(
 ) -> list[Tensor]:
     """`silu` of the convolution at the newest token, which is the first half of `projected`."""
     b, i, k = window_bik.shape
-    tensors = contiguous(conv_weight_i1k, conv_bias_i, projected_bX, window_bik)
+    weight, bias, projected, window = contiguous(conv_weight_i1k, conv_bias_i, projected_bX, window_bik)
     check_numel(
         projected=(projected_bX, b * 2 * i),
         conv_weight=(conv_weight_i1k, i * k),
         conv_bias=(conv_bias_i, i),
     )
     x_bi, window_out = projected_bX.new_empty(b, i), *like(window_bik)
-    kernel("mamba1_step_conv", "iii" + "pppppp")(b, i, k, *map(pointer, (*tensors, window_out, x_bi)))
+    run(
+        Mamba1StepConv(
+            step=Mamba1Step(channels=i, k=k, conv_weight=pointer(weight), conv_bias=pointer(bias)),
+            batch=b,
+            projected=pointer(projected),
+            window_in=pointer(window),
+            window_out=pointer(window_out),
+            x=pointer(x_bi),
+        )
+    )
     return [x_bi, window_out]
 
 
@@ -55,7 +74,9 @@ def mamba1_step_scan(
 ) -> list[Tensor]:
     """The scan of one token with skip and gate. `dt_b_c` is what `x_proj` returns, `dt` what `dt_proj` makes of it."""
     b, i, r = state_bir.shape
-    tensors = contiguous(A_log_ir, D_i, projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir)
+    A_log, D, projected, x, dt, dt_b_c, state = contiguous(
+        A_log_ir, D_i, projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir
+    )
     check_numel(
         projected=(projected_bX, b * 2 * i),
         x=(x_bi, b * i),
@@ -66,7 +87,20 @@ def mamba1_step_scan(
     dt_rank = dt_b_c_bX.shape[1] - 2 * r
     check_numel(dt_b_c=(dt_b_c_bX, b * (max(dt_rank, 0) + 2 * r)))
     y_bi, state_out = like(x_bi, state_bir)
-    kernel("mamba1_step_scan", "iiii" + "ppppppppp")(b, i, r, dt_rank, *map(pointer, (*tensors, state_out, y_bi)))
+    run(
+        Mamba1StepScan(
+            step=Mamba1Step(channels=i, r=r, A_log=pointer(A_log), D=pointer(D)),
+            batch=b,
+            dt_rank=dt_rank,
+            projected=pointer(projected),
+            x=pointer(x),
+            dt=pointer(dt),
+            dt_b_c=pointer(dt_b_c),
+            state_in=pointer(state),
+            state_out=pointer(state_out),
+            out=pointer(y_bi),
+        )
+    )
     return [y_bi, state_out]
 
 
@@ -110,11 +144,39 @@ def mamba2_step(
         raise ValueError(f"{h} heads of {p} channels do not fit {groups} groups or a norm over {norm_group} channels")
     out_bi = projected_bX.new_empty(b, mlp + h * p)
     window_out, state_out = like(window_bvk, state_bhpr)
-    kernel("mamba2_step", "iiiiiii" + "pppppp" + "ifffii" + "pppppp")(
-        *(b, h, p, r, groups, k, mlp),
-        *map(pointer, parameters),
-        *(norm_group, norm_eps, dt_low, dt_high, D.numel() != h, norm_before_gate),
-        *map(pointer, (*entering[:2], window_out, entering[2], state_out, out_bi)),
+    conv_weight, conv_bias, dt_bias, A_log, D_entries, norm_weight = map(pointer, parameters)
+    step = Mamba2Step(
+        heads=h,
+        p=p,
+        r=r,
+        groups=groups,
+        k=k,
+        mlp=mlp,
+        conv_weight=conv_weight,
+        conv_bias=conv_bias,
+        dt_bias=dt_bias,
+        A_log=A_log,
+        D=D_entries,
+        norm_weight=norm_weight,
+        norm_group=norm_group,
+        norm_eps=norm_eps,
+        dt_low=dt_low,
+        dt_high=dt_high,
+        D_per_channel=D.numel() != h,
+        norm_before_gate=norm_before_gate,
+    )
+    projected, window_in, state_in = map(pointer, entering)
+    run(
+        Mamba2StepCall(
+            step=step,
+            batch=b,
+            projected=projected,
+            window_in=window_in,
+            window_out=pointer(window_out),
+            state_in=state_in,
+            state_out=pointer(state_out),
+            out=pointer(out_bi),
+        )
     )
     return [out_bi, window_out, state_out]
 
@@ -174,11 +236,42 @@ def mamba3_step(
     if groups < 1 or h % groups or 2 * angles > r:
         raise ValueError(f"{h} heads with states of {r} do not fit {groups} groups or {angles} angles")
     y_bi, out = projected_bX.new_empty(b, h * p), like(*entering[1:])
-    kernel("mamba3_step", "iiiiiiiii" + "pppppppppp" + "fffff" + "pppppppppp")(
-        *(b, h, p, r, groups, m, angles, half, heavy_tail),
-        *map(pointer, parameters),
-        *(norm_eps, dt_low, dt_high, a_floor, rotation_range),
-        *map(pointer, (*entering, *out, y_bi)),
+    dt_bias, B_norm, C_norm, B_bias, C_bias, mimo_x, mimo_z, mimo_o, D, norm_weight = map(pointer, parameters)
+    step = Mamba3Step(
+        heads=h,
+        p=p,
+        r=r,
+        groups=groups,
+        ranks=m,
+        angles=angles,
+        half=half,
+        heavy_tail=heavy_tail,
+        dt_bias=dt_bias,
+        B_norm=B_norm,
+        C_norm=C_norm,
+        B_bias=B_bias,
+        C_bias=C_bias,
+        mimo_x=mimo_x,
+        mimo_z=mimo_z,
+        mimo_o=mimo_o,
+        D=D,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        dt_low=dt_low,
+        dt_high=dt_high,
+        a_floor=a_floor,
+        rotation_range=rotation_range,
+    )
+    projected, *before = map(pointer, entering)
+    run(
+        Mamba3StepCall(
+            step=step,
+            batch=b,
+            projected=projected,
+            before=Mamba3Carried(*before),
+            after=Mamba3Carried(*map(pointer, out)),
+            out=pointer(y_bi),
+        )
     )
     return [y_bi, *out]
 

@@ -6,16 +6,24 @@ beside this one. See docs/decisions/0007-kernels-as-a-c-library.md.
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# In order of preference, with the bit of `mk_instruction_sets`.
-INSTRUCTION_SETS = {"avx512": 2, "avx2": 1, "plain": 0}
+from mambakit.kernels.cpu.structs import Struct, difference
+
+# In order of preference.
+INSTRUCTION_SETS = ("avx512", "avx2", "plain")
+# What a kernel returns if it could not do its work: `mk_status` of csrc/threads.h.
+STATUS = {
+    1: (MemoryError, "found no memory for its work"),
+    2: (RuntimeError, "was refused by torch's thread pool; torch.set_num_threads(1) does without it"),
+}
 
 
 class KernelsMissingError(ImportError):
@@ -35,21 +43,41 @@ class Library:
             self.native = ctypes.CDLL(str(self.path))
         except OSError as error:
             raise KernelsMissingError(f"{self.path.name} does not load: {error}") from error
-        self.has_torch_threads = self._hand_in_threads()
-        found = self.native.mk_instruction_sets()
-        self.usable = [name for name, bit in INSTRUCTION_SETS.items() if not bit or found & bit]
-        self.instruction_set = os.environ.get("MAMBAKIT_ISA") or self.usable[0]
-        if self.instruction_set not in self.usable:
+        self.usable = [name for name in INSTRUCTION_SETS if self._ask("can_run", name)]
+        self.instruction_set = os.environ.get("MAMBAKIT_ISA") or next(iter(self.usable), "plain")
+        if self.usable and self.instruction_set not in self.usable:
             raise KernelsMissingError(
                 f"MAMBAKIT_ISA is {self.instruction_set!r}, but this machine can run {', '.join(self.usable)}"
             )
+        differs = difference(self._layouts())
+        if differs is not None:
+            raise KernelsMissingError(
+                f"{self.path.name} was built from other sources than this version of mambakit: {differs}; "
+                "rebuild it (`make kernels`) or reinstall mambakit"
+            )
+        self.has_torch_threads = self._hand_in_threads()
 
-    def function(self, name: str, signature: str) -> Callable[..., None]:
-        """The kernel `name`; `signature` has a letter per argument: p pointer, i int64, f float, d double."""
-        kernel = getattr(self.native, f"mk_{name}_{self.instruction_set}")
-        kernel.restype = None
-        kernel.argtypes = [_TYPES[letter] for letter in signature]
+    def function(self, struct: type[Struct]) -> Callable[[Struct], None]:
+        """The kernel that takes `struct`; raises where it could not do its work."""
+        kernel = getattr(self.native, f"mk_{struct.kernel}_{self.instruction_set}")
+        kernel.argtypes, kernel.errcheck = [ctypes.POINTER(struct)], _check
         return kernel
+
+    def _ask(self, question: str, instruction_set: str, *arguments: int, answer: Any = ctypes.c_int32) -> Any:
+        """What the library answers, None where it has never heard of the question."""
+        function = getattr(self.native, f"mk_{question}_{instruction_set}", None)
+        if function is None:
+            return None
+        function.restype, function.argtypes = answer, [ctypes.c_int64] * len(arguments)
+        return function(*arguments)
+
+    def _layouts(self) -> Iterator[str]:
+        """How the library declares its kernels and structs."""
+        for n in count():
+            layout = self._ask("layout", self.instruction_set, n, answer=ctypes.c_char_p)
+            if layout is None:
+                return
+            yield layout.decode()
 
     def _hand_in_threads(self) -> bool:
         """torch's own thread pool, so that `torch.set_num_threads` rules and no second pool exists."""
@@ -63,7 +91,10 @@ class Library:
         return False
 
 
-_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+def _check(status: int, function: Any, arguments: Any) -> None:
+    if status:
+        kind, why = STATUS[status]
+        raise kind(f"{function.__name__} {why}")
 
 
 @cache
@@ -91,9 +122,13 @@ def why_missing() -> str | None:
 
 
 @cache
-def kernel(name: str, signature: str) -> Callable[..., None]:
-    """A kernel by name, see `Library.function`."""
-    return library().function(name, signature)
+def _function(struct: type[Struct]) -> Callable[[Struct], None]:
+    return library().function(struct)
+
+
+def run(arguments: Struct) -> None:
+    """Runs the kernel that takes these arguments. What they point to has to live until it returns."""
+    _function(type(arguments))(arguments)
 
 
 def pointer(tensor: Tensor | None) -> int | None:

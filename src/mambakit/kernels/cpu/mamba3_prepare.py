@@ -10,22 +10,21 @@ import torch
 from torch import Tensor
 
 from mambakit.kernels.cpu.backend import CPU
-from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.kernels.cpu.library import pointer, run
 from mambakit.kernels.cpu.pages import empty
+from mambakit.kernels.cpu.structs import Pairs, Prepare, PrepareBackward, PrepareForward, Side, Turns
 from mambakit.ops.mamba3_prepare import MAMBA3_PREPARE
 
 # Tokens of a block, as in rotation.h.
 BLOCK = 64
-# batch, length, heads, angles, ranks, groups, state, neighbours, eps; B, C and rot with their strides, weights and
-# biases; dt, range, angles before, segments; room for the angles before each block.
-INPUTS = "iiiiiiiif" + "piipp" + "piipp" + "pii" + "pdpp" + "p"
 
 
 def prepare(*inputs: Any) -> list[Tensor]:
     given = Inputs(*inputs)
-    outputs = [empty(*shape) for shape in given.output_shapes()]
-    kernel("mamba3_prepare", INPUTS + "ppp")(*given.arguments(), *map(pointer, outputs))
-    return outputs
+    b, s, h, a, m, _, r = given.sizes
+    b_bsmhr, c_bsmhr, after_bha = empty(b, s, m, h, r), empty(b, s, m, h, r), empty(b, h, a)
+    run(PrepareForward(inputs=given.arguments(), b=pointer(b_bsmhr), c=pointer(c_bsmhr), after=pointer(after_bha)))
+    return [b_bsmhr, c_bsmhr, after_bha]
 
 
 def prepare_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]:
@@ -36,10 +35,21 @@ def prepare_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor
     d_theta_bsha = empty(b, s, h, a)
     d_b, d_c, d_rot, d_dt = (empty(*t.shape) for t in (b_bsmgr, c_bsmgr, rot_bsa, dt_bsh))
     d_angle_bha, sums = dt_bsh.new_empty(b, h, a), dt_bsh.new_empty(2 * (h * m + 1) * r)
-    d_outputs = [None if d is None else d.contiguous() for d in grads]
-    outputs = (d_theta_bsha, d_b, d_c, d_rot, d_dt, d_angle_bha, sums)
-    kernel("mamba3_prepare_backward", INPUTS + "ppp" + "ppppppp")(
-        *given.arguments(), *map(pointer, d_outputs), *map(pointer, outputs)
+    d_b_out, d_c_out, d_after = (None if d is None else d.contiguous() for d in grads)
+    run(
+        PrepareBackward(
+            inputs=given.arguments(),
+            d_b_out=pointer(d_b_out),
+            d_c_out=pointer(d_c_out),
+            d_after=pointer(d_after),
+            d_theta=pointer(d_theta_bsha),
+            d_b=pointer(d_b),
+            d_c=pointer(d_c),
+            d_rot=pointer(d_rot),
+            d_dt=pointer(d_dt),
+            d_before=pointer(d_angle_bha),
+            sums=pointer(sums),
+        )
     )
     # Copies, because an operator may not return views of one tensor.
     d_biases, d_weights = sums.split((2 * h * m * r, 2 * r))
@@ -67,21 +77,43 @@ class Inputs:
         self.sizes = (b, s, h, a, m, g, r)
         self.entering = torch.empty(b, max(-(-s // BLOCK), 1), h, a, dtype=torch.float64)
 
-    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        b, s, h, a, m, _, r = self.sizes
-        return (b, s, m, h, r), (b, s, m, h, r), (b, h, a)
-
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> Prepare:
+        b, s, h, a, m, g, r = self.sizes
         eps, rotation_range, neighbours = self.options
-        b_weight, c_weight, b_bias, c_bias = map(pointer, self.parameters)
-        return (
-            *(*self.sizes, neighbours, eps),
-            *(pointer(self.b), *self.b.stride()[:2], b_weight, b_bias),
-            *(pointer(self.c), *self.c.stride()[:2], c_weight, c_bias),
-            *(pointer(self.rot), *self.rot.stride()[:2]),
-            *(pointer(self.dt), rotation_range * math.pi, pointer(self.angle), pointer(self.segments)),
-            pointer(self.entering),
+        b_weight, c_weight, b_bias, c_bias = self.parameters
+        turns = Turns(
+            batch=b,
+            length=s,
+            heads=h,
+            angles=a,
+            rot=pointer(self.rot),
+            rot_batch=self.rot.stride(0),
+            rot_token=self.rot.stride(1),
+            dt=pointer(self.dt),
+            range=rotation_range * math.pi,
+            before=pointer(self.angle),
+            segments=pointer(self.segments),
         )
+        return Prepare(
+            turns=turns,
+            pairs=Pairs(state=r, angles=a, neighbours=neighbours),
+            ranks=m,
+            groups=g,
+            eps=eps,
+            b=side(self.b, b_weight, b_bias),
+            c=side(self.c, c_weight, c_bias),
+            entering=pointer(self.entering),
+        )
+
+
+def side(x_bsmgr: Tensor, weight_r: Tensor, bias_hmr: Tensor) -> Side:
+    return Side(
+        x=pointer(x_bsmgr),
+        x_batch=x_bsmgr.stride(0),
+        x_token=x_bsmgr.stride(1),
+        weight=pointer(weight_r),
+        bias=pointer(bias_hmr),
+    )
 
 
 def tokens_in_one_piece(x_bsX: Tensor) -> Tensor:

@@ -6,38 +6,37 @@ import torch
 from torch import Tensor
 
 from mambakit.kernels.cpu.backend import CPU
-from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.kernels.cpu.library import pointer, run
 from mambakit.kernels.cpu.pages import empty
+from mambakit.kernels.cpu.structs import Finish, FinishBackward, FinishForward
 from mambakit.ops.norm import FINISH
-
-# rows, ranks, width; y, x and z with the strides of their rows; mimo_x, mimo_z, mimo_o, weight; group, order, eps.
-INPUTS = "iii" + "pi" + "pip" + "pi" + "pppp" + "iif"
 
 
 def finish(*inputs: Any) -> list[Tensor]:
-    *tensors, group, order, eps = inputs
-    given = Inputs(*tensors)
+    given = Inputs(*inputs)
     out_Ni = empty(given.shape[0], given.shape[2])
-    kernel("finish", INPUTS + "p")(*given.arguments(), group, order, eps, pointer(out_Ni))
+    run(FinishForward(inputs=given.arguments(), out=pointer(out_Ni)))
     return [out_Ni]
 
 
 def finish_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor | None]:
-    *tensors, group, order, eps, _ = inputs_and_needs
-    given = Inputs(*tensors)
+    *inputs, _ = inputs_and_needs
+    given = Inputs(*inputs)
     d_out_Ni = in_rows(grads[0])
     n, m, i = given.shape
     d_y_Nmi = empty(n, m, i)
-    d_x_Ni, d_z_Ni = (None if t is None else empty(n, i) for t in (tensors[1], tensors[3]))
+    d_x_Ni, d_z_Ni = (None if t is None else empty(n, i) for t in (given.x, given.z))
     sums = torch.empty(2 + 3 * m, i)
-    kernel("finish_backward", INPUTS + "pi" + "p" + "pi" + "pi" + "p")(
-        *given.arguments(),
-        *(group, order, eps),
-        *(pointer(d_out_Ni), d_out_Ni.stride(0)),
-        pointer(d_y_Nmi),
-        *(pointer(d_x_Ni), i),
-        *(pointer(d_z_Ni), i),
-        pointer(sums),
+    run(
+        FinishBackward(
+            inputs=given.arguments(),
+            d_out=pointer(d_out_Ni),
+            d_out_row=d_out_Ni.stride(0),
+            d_y=pointer(d_y_Nmi),
+            d_x=pointer(d_x_Ni),
+            d_z=pointer(d_z_Ni),
+            sums=pointer(sums),
+        )
     )
     # Copies, because an operator may not return views of one tensor.
     d_skip, d_weight, *d_mimo = (d.clone() for d in (sums[0], sums[1], *sums[2:].unflatten(0, (3, m))))
@@ -48,16 +47,48 @@ class Inputs:
     """What both kernels read, laid out as they read it."""
 
     def __init__(
-        self, y_Nmi: Tensor, x_Ni: Tensor | None, skip_i: Tensor | None, z_Ni: Tensor | None, *parameters: Tensor | None
+        self,
+        y_Nmi: Tensor,
+        x_Ni: Tensor | None,
+        skip_i: Tensor | None,
+        z_Ni: Tensor | None,
+        mimo_x_mi: Tensor | None,
+        mimo_z_mi: Tensor | None,
+        mimo_o_mi: Tensor | None,
+        weight_i: Tensor | None,
+        *options: Any,
     ) -> None:
-        self.shape = y_Nmi.shape
-        self.rows = [None if t is None else in_rows(t) for t in (y_Nmi, x_Ni, z_Ni)]
-        self.parameters = [None if t is None else t.contiguous() for t in (skip_i, *parameters)]
+        self.shape, self.options = y_Nmi.shape, options
+        self.y, self.x, self.z = (
+            in_rows(y_Nmi),
+            x_Ni if x_Ni is None else in_rows(x_Ni),
+            z_Ni if z_Ni is None else in_rows(z_Ni),
+        )
+        parameters = (skip_i, mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i)
+        self.parameters = [None if t is None else t.contiguous() for t in parameters]
 
-    def arguments(self) -> tuple[Any, ...]:
-        skip, *parameters = map(pointer, self.parameters)
-        y, x, z = ((pointer(t), 0 if t is None else t.stride(0)) for t in self.rows)
-        return (*self.shape, *y, *x, skip, *z, *parameters)
+    def arguments(self) -> Finish:
+        (rows, ranks, width), (group, order, eps) = self.shape, self.options
+        skip, mimo_x, mimo_z, mimo_o, weight = map(pointer, self.parameters)
+        return Finish(
+            rows=rows,
+            ranks=ranks,
+            width=width,
+            group=group,
+            y=pointer(self.y),
+            y_row=self.y.stride(0),
+            x=pointer(self.x),
+            x_row=0 if self.x is None else self.x.stride(0),
+            skip=skip,
+            z=pointer(self.z),
+            z_row=0 if self.z is None else self.z.stride(0),
+            mimo_x=mimo_x,
+            mimo_z=mimo_z,
+            mimo_o=mimo_o,
+            weight=weight,
+            order=order,
+            eps=eps,
+        )
 
 
 def in_rows(x: Tensor) -> Tensor:

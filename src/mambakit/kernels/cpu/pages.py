@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from mambakit.kernels.cpu.library import kernel
+from mambakit.kernels.cpu.library import run
+from mambakit.kernels.cpu.structs import LargePages
 
 # Below it memory mostly comes from what was freed before.
 LARGE = 4 << 20
@@ -13,5 +14,5 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """`torch.empty` on the CPU, in large pages where the system has them."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.nbytes >= LARGE:
-        kernel("large_pages", "pi")(tensor.data_ptr(), tensor.nbytes)
+        run(LargePages(start=tensor.data_ptr(), bytes=tensor.nbytes))
     return tensor

@@ -1,13 +1,13 @@
 """Mamba-1's selective scan with what stands around it, and all its gradients."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mambakit.kernels.cpu.backend import CPU
-from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.kernels.cpu.library import pointer, run
+from mambakit.kernels.cpu.structs import PerToken, Scan, ScanBackward, ScanForward
 from mambakit.ops.selective_scan import SELECTIVE_SCAN
 
 PART_CHANNELS = 128
@@ -15,37 +15,8 @@ PART_CHANNELS = 128
 depended on the threads would make its gradients depend on them."""
 
 
-class PerToken(ctypes.Structure):
-    """A tensor with an entry per row and token, its last axis contiguous; see `PerToken` in selective_scan.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((stride, ctypes.c_int64) for stride in ("row", "token", "group")),
-    )
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> "PerToken":
-        return cls() if tensor is None else cls(tensor.data_ptr(), *tensor.stride()[:-1])
-
-
-class Scan(ctypes.Structure):
-    """`Scan` in selective_scan.h, field by field."""
-
-    _fields_ = (
-        *((size, ctypes.c_int64) for size in ("rows", "tokens", "groups", "channels", "rank")),
-        *((option, ctypes.c_int64) for option in ("part_channels", "softplus")),
-        *((name, PerToken) for name in ("x", "dt", "z", "b", "c")),
-        *((name, ctypes.c_void_p) for name in ("a_ir", "state_bir", "skip_i", "dt_bias_i", "fresh_bs")),
-    )
-
-
-class ScanGradients(ctypes.Structure):
-    """`ScanGradients` in selective_scan_backward.h, field by field."""
-
-    _fields_ = (
-        ("dy", PerToken),
-        *((name, ctypes.c_void_p) for name in ("d_last", "x", "dt", "z", "a", "b", "c", "state", "skip", "dt_bias")),
-    )
+def per_token(tensor: Tensor | None) -> PerToken:
+    return PerToken() if tensor is None else PerToken(tensor.data_ptr(), *tensor.stride()[:-1])
 
 
 def along_channels(tensor: Tensor | None) -> Tensor | None:
@@ -73,10 +44,28 @@ def describe(
     """The inputs as the kernel reads them, and the tensors behind its pointers, which have to outlive the call."""
     rows, tokens, width = x_bsi.shape
     groups, rank = b_bsgr.shape[2:]
-    per_token = [along_channels(t) for t in (x_bsi, dt_bsi, z_bsi, b_bsgr, c_bsgr)]
-    others = [contiguous(t) for t in (a_ir, state_bir, skip_i, dt_bias_i, fresh_bs)]
-    sizes = (rows, tokens, groups, width // groups, rank, PART_CHANNELS, dt_softplus)
-    return Scan(*sizes, *map(PerToken.of, per_token), *map(pointer, others)), [per_token, others]
+    x, dt, z, b, c = kept = [along_channels(t) for t in (x_bsi, dt_bsi, z_bsi, b_bsgr, c_bsgr)]
+    a, state, skip, dt_bias, fresh = others = [contiguous(t) for t in (a_ir, state_bir, skip_i, dt_bias_i, fresh_bs)]
+    scan = Scan(
+        rows=rows,
+        tokens=tokens,
+        groups=groups,
+        channels=width // groups,
+        rank=rank,
+        part_channels=PART_CHANNELS,
+        softplus=dt_softplus,
+        x=per_token(x),
+        dt=per_token(dt),
+        z=per_token(z),
+        b=per_token(b),
+        c=per_token(c),
+        a_ir=pointer(a),
+        state_bir=pointer(state),
+        skip_i=pointer(skip),
+        dt_bias_i=pointer(dt_bias),
+        fresh_bs=pointer(fresh),
+    )
+    return scan, [kept, others]
 
 
 def forward(*inputs: Any) -> list[Tensor]:
@@ -88,7 +77,7 @@ def forward(*inputs: Any) -> list[Tensor]:
     threads = torch.get_num_threads()
     while scan.part_channels > 16 and scan.rows * scan.groups * -(-scan.channels // scan.part_channels) < threads:
         scan.part_channels //= 2
-    kernel("selective_scan", "ppp")(ctypes.addressof(scan), pointer(y_bsi), pointer(last_bir))
+    run(ScanForward(inputs=scan, y_bsi=pointer(y_bsi), last_bir=pointer(last_bir)))
     del kept
     return [y_bsi, last_bir]
 
@@ -109,11 +98,23 @@ def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]
     wanted = dict(zip(shapes, needs, strict=True))
     grads = {name: x_bsi.new_empty(shape if wanted[name] else 0) for name, shape in shapes.items()}
     dy, d_last = along_channels(dy_bsi), d_last_bir.contiguous()
-    order = ("x", "dt", "z", "a", "b", "c", "state", "skip", "dt_bias")
-    out = ScanGradients(
-        PerToken.of(dy), pointer(d_last), *(pointer(grads[name]) if wanted[name] else None for name in order)
+    into = {name: pointer(grad) if wanted[name] else None for name, grad in grads.items()}
+    run(
+        ScanBackward(
+            inputs=scan,
+            dy=per_token(dy),
+            d_last_bir=pointer(d_last),
+            dx_bsi=into["x"],
+            d_dt_bsi=into["dt"],
+            dz_bsi=into["z"],
+            da_bir=into["a"],
+            db_kbsgr=into["b"],
+            dc_kbsgr=into["c"],
+            d_state_bir=into["state"],
+            d_skip_bi=into["skip"],
+            d_dt_bias_bi=into["dt_bias"],
+        )
     )
-    kernel("selective_scan_backward", "pp")(ctypes.addressof(scan), ctypes.addressof(out))
     del kept
     for name in ("a", "b", "c", "skip", "dt_bias"):
         if wanted[name]:

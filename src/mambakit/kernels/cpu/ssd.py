@@ -1,53 +1,20 @@
 """The SSD core, `serial_recalculated`: float32 inside, whatever floats come in."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mambakit.kernels.cpu.backend import CPU
-from mambakit.kernels.cpu.library import kernel, pointer
+from mambakit.kernels.cpu.library import pointer, run
 from mambakit.kernels.cpu.pages import empty
+from mambakit.kernels.cpu.structs import Sequence, Ssd, SsdBackward, SsdForward
 from mambakit.ops.ssd import SSD
 
 # Rows (tokens times ranks) of a chunk when the caller gives no length; see docs/algorithms.md, "The cpu backend". The
 # backward keeps a state per chunk for a while, so it takes longer ones.
 FORWARD_ROWS = 32
 BACKWARD_ROWS = 64
-
-
-class _Sequence(ctypes.Structure):
-    """`Sequence` of csrc/ssd.h."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in ("data", "batch_stride", "token_stride")]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Sequence":
-        return cls(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
-
-
-class _Arguments(ctypes.Structure):
-    """`Arguments` of csrc/ssd.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("b", "s", "m", "h", "p", "g", "r", "chunk_len")),
-        *((name, _Sequence) for name in ("v_bsmhp", "b_bsmgr", "c_bsmgr", "da_bsh", "w_now_bsh", "w_later_bsh")),
-        ("segments_bs", ctypes.c_void_p),
-        ("state_bhpr", ctypes.c_void_p),
-    ]
-
-
-class _Gradients(ctypes.Structure):
-    """`Gradients` of csrc/ssd_backward.h."""
-
-    _fields_ = [
-        ("d_y_bsmhp", _Sequence),
-        ("d_last_bhpr", ctypes.c_void_p),
-        *((f"d_{name}", ctypes.c_void_p) for name in ("v", "b", "c", "da", "w_now", "w_later", "state")),
-        ("ranges", ctypes.c_int64),
-        ("shares", ctypes.c_void_p),
-    ]
 
 
 def tokens_of(rows: int, v_bsmhp: Tensor) -> int:
@@ -61,8 +28,12 @@ def _in_place(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() == 0 or tensor[0, 0].is_contiguous() else tensor.contiguous()
 
 
-class _Call:
-    """The arguments of one call, and the tensors they point into."""
+def _sequence(tensor: Tensor) -> Sequence:
+    return Sequence(data=tensor.data_ptr(), batch_stride=tensor.stride(0), token_stride=tensor.stride(1))
+
+
+class _Inputs:
+    """What both kernels read, and the tensors they point into."""
 
     def __init__(self, sequence: list[Tensor], state_bhpr: Tensor, segments_bs: Tensor | None, chunk_len: int):
         self.sequence = [_in_place(tensor) for tensor in sequence]
@@ -70,43 +41,61 @@ class _Call:
         self.segments_bs = None if segments_bs is None else segments_bs.to(torch.int64).contiguous()
         b, s, m, h, p = sequence[0].shape
         g, r = sequence[1].shape[3:]
-        self.arguments = _Arguments(
-            *(b, s, m, h, p, g, r, min(chunk_len, s)),
-            *map(_Sequence.of, self.sequence),
-            pointer(self.segments_bs),
-            pointer(self.state_bhpr),
+        v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh = map(_sequence, self.sequence)
+        self.arguments = Ssd(
+            b=b,
+            s=s,
+            m=m,
+            h=h,
+            p=p,
+            g=g,
+            r=r,
+            chunk_len=min(chunk_len, s),
+            v_bsmhp=v_bsmhp,
+            b_bsmgr=b_bsmgr,
+            c_bsmgr=c_bsmgr,
+            da_bsh=da_bsh,
+            w_now_bsh=w_now_bsh,
+            w_later_bsh=w_later_bsh,
+            segments_bs=pointer(self.segments_bs),
+            state_bhpr=pointer(self.state_bhpr),
         )
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self.arguments)
 
 
 def forward(*inputs: Any) -> list[Tensor]:
     *sequence, state_bhpr, segments_bs, chunk_len = inputs
     v_bsmhp = sequence[0]
-    call = _Call(sequence, state_bhpr, segments_bs, chunk_len or tokens_of(FORWARD_ROWS, v_bsmhp))
+    given = _Inputs(sequence, state_bhpr, segments_bs, chunk_len or tokens_of(FORWARD_ROWS, v_bsmhp))
     y_bsmhp, last_bhpr = empty(*v_bsmhp.shape), torch.empty(state_bhpr.shape)
-    kernel("ssd_forward", "ppp")(call.address, pointer(y_bsmhp), pointer(last_bhpr))
+    run(SsdForward(inputs=given.arguments, y_bsmhp=pointer(y_bsmhp), last_bhpr=pointer(last_bhpr)))
     return [y_bsmhp.to(v_bsmhp.dtype), last_bhpr]
 
 
 def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]:
     *sequence, state_bhpr, segments_bs, chunk_len, _ = inputs_and_needs
     v_bsmhp, b_bsmgr, _, da_bsh, *_ = sequence
-    call = _Call(sequence, state_bhpr, segments_bs, chunk_len or tokens_of(BACKWARD_ROWS, v_bsmhp))
+    given = _Inputs(sequence, state_bhpr, segments_bs, chunk_len or tokens_of(BACKWARD_ROWS, v_bsmhp))
     inputs = (*sequence, state_bhpr)
     grads = [empty(*tensor.shape) for tensor in inputs]
     d_y_bsmhp, d_last_bhpr = _in_place(output_grads[0]), output_grads[1].to(torch.float32).contiguous()
     shares = _shares(b_bsmgr, da_bsh)
-    arguments = _Gradients(
-        _Sequence.of(d_y_bsmhp),
-        pointer(d_last_bhpr),
-        *map(pointer, grads),
-        len(shares) + 1,
-        pointer(shares),
+    d_v, d_b, d_c, d_da, d_w_now, d_w_later, d_state = map(pointer, grads)
+    run(
+        SsdBackward(
+            inputs=given.arguments,
+            d_y_bsmhp=_sequence(d_y_bsmhp),
+            d_last_bhpr=pointer(d_last_bhpr),
+            d_v_bsmhp=d_v,
+            d_b_bsmgr=d_b,
+            d_c_bsmgr=d_c,
+            d_da_bsh=d_da,
+            d_w_now_bsh=d_w_now,
+            d_w_later_bsh=d_w_later,
+            d_state_bhpr=d_state,
+            ranges=len(shares) + 1,
+            shares=pointer(shares),
+        )
     )
-    kernel("ssd_backward", "pp")(call.address, ctypes.addressof(arguments))
     return [grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True)]
 
 

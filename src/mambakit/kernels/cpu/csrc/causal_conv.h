@@ -3,19 +3,50 @@
 //     a_t = bias + sum_q weight[q] x_{t-(k-1)+q}        y_t = a_t or silu(a_t)
 #pragma once
 
+#include "border.h"
+#include "rows.h"
+#include "threads.h"
+
 namespace MK_ISA {
 
 struct Conv {
-    int64_t batch, length, width, taps;
-    const float* x;
-    int64_t x_batch, x_token;   // strides
-    const float* weight;        // [width, taps]
-    const float* bias;          // or null
-    const float* window;        // [batch, width, taps], or null: zeros
-    int64_t window_batch;
-    const int64_t* segments;    // [batch, length], or null
-    const int64_t* lengths;     // [batch], or null: all of the row
-    int64_t with_silu;
+    MK_FIELDS(Conv,
+        int64_t batch, length, width, taps;
+        const float* x;
+        int64_t x_batch, x_token;   // strides
+        const float* weight;        // [width, taps]
+        const float* bias;          // or null
+        const float* window;        // [batch, width, taps], or null: zeros
+        int64_t window_batch;
+        const int64_t* segments;    // [batch, length], or null
+        const int64_t* lengths;     // [batch], or null: all of the row
+        bool with_silu;
+    )
+};
+
+struct ConvForward {
+    MK_FIELDS(ConvForward,
+        Conv inputs;
+        float* y;
+        int64_t y_batch, y_token;
+        float* after;  // the leaving window
+        int64_t after_batch;
+    )
+};
+
+struct ConvBackward {
+    MK_FIELDS(ConvBackward,
+        Conv inputs;
+        const float* d_y;
+        int64_t d_y_batch, d_y_token;
+        const float* d_after;  // of the leaving window, [batch, width, taps], or null
+        int64_t after_batch;
+        float* d_x;
+        int64_t d_x_batch, d_x_token;
+        float *d_weight, *d_bias;  // [width, taps], [width] or null
+        float* d_window;           // or null
+        int64_t d_window_batch;
+    )
 };
 
 constexpr int64_t CONV_BLOCK = 64;     // tokens that follow each other in one task
@@ -88,7 +119,7 @@ static void last_inputs(const ConvRow& row, float* window) {
 }
 
 static int64_t conv_blocks(const Conv& conv) {
-    return conv.length ? (conv.length + CONV_BLOCK - 1) / CONV_BLOCK : 1;
+    return conv.length ? ceil_div(conv.length, CONV_BLOCK) : 1;
 }
 
 template <int K>
@@ -100,29 +131,20 @@ static void conv_token(const Conv& conv, const float* taps_kv, const float* cons
 }
 
 // Gradients, for a block of channels and the tokens of a block at a time.
-struct ConvBackward {
-    const Conv* conv;
+struct ConvGradients : ConvBackward {
     const float* taps_kv;
-    const float* d_y;
-    int64_t d_y_batch, d_y_token;
-    const float* d_after;  // of the leaving window, [batch, width, taps], or null
-    int64_t after_batch;
-    float* d_x;
-    int64_t d_x_batch, d_x_token;
-    float* d_window;  // or null
-    int64_t d_window_batch;
 
     // d_a_t of `count` channels from c on, and this token's share in the gradients of weight and bias.
     template <int K>
     void through_silu(const ConvRow& row, int64_t t, const float** seen, int64_t c, int64_t count, bool counts,
                       float* d_a, float* d_taps) const {
         const float* d_out = d_y + row.row * d_y_batch + t * d_y_token;
-        const int64_t k = K ? K : conv->taps, width = conv->width;
+        const int64_t k = K ? K : inputs.taps, width = inputs.width;
         see(row, t, seen);
         each_vector(count, MK_BODY(int64_t i, int64_t lanes) {
             vf d = load_part(d_out + c + i, lanes);
-            if (conv->with_silu) {
-                vf a = conv_sum<K>(*conv, taps_kv, seen, c + i, lanes);
+            if (inputs.with_silu) {
+                vf a = conv_sum<K>(inputs, taps_kv, seen, c + i, lanes);
                 d *= silu_slope(a, vsigmoid(a));
             }
             store_part(d_a + i, d, lanes);
@@ -138,16 +160,16 @@ struct ConvBackward {
     template <int K>
     void of_input(const ConvRow& row, int64_t p, const float* ring, const float** d_a, int64_t c, int64_t count,
                   float* d_input) const {
-        const int64_t k = K ? K : conv->taps;
+        const int64_t k = K ? K : inputs.taps;
         for (int64_t q = 0; q < k; q++) {
             int64_t t = p + (k - 1) - q;
-            bool saw = t >= 0 && t < conv->length && row.together(p, t);
+            bool saw = t >= 0 && t < inputs.length && row.together(p, t);
             d_a[q] = saw ? ring + (t % k) * CONV_CHANNELS : row.zeros;
         }
         each_vector(count, MK_BODY(int64_t i, int64_t lanes) {
             vf d = {};
             for (int64_t q = 0; q < k; q++)
-                d += load_part(d_a[q] + i, lanes) * load_part(taps_kv + q * conv->width + c + i, lanes);
+                d += load_part(d_a[q] + i, lanes) * load_part(taps_kv + q * inputs.width + c + i, lanes);
             store_part(d_input + i, d, lanes);
         });
         bool left_behind = d_after && p < row.end() && p >= row.end() - k && row.together(p, row.end() - 1);
@@ -159,10 +181,10 @@ struct ConvBackward {
     template <int K>
     void block(const ConvRow& row, int64_t first, int64_t last, int64_t c, int64_t count, const float** pointers,
                float* ring, float* d_taps) const {
-        const int64_t k = K ? K : conv->taps;
+        const int64_t k = K ? K : inputs.taps;
         // Output t completes the gradient of input t - (k - 1). The window lies before the first token.
         for (int64_t t = first ? first : -1; t < last + k - 1; t++) {
-            if (t >= 0 && t < conv->length)
+            if (t >= 0 && t < inputs.length)
                 through_silu<K>(row, t, pointers, c, count, t < last, ring + (t % k) * CONV_CHANNELS, d_taps);
             int64_t p = t - (k - 1);
             if (p >= first) {
@@ -177,66 +199,48 @@ struct ConvBackward {
     }
 };
 
-}  // namespace MK_ISA
-
-MK_EXPORT(causal_conv)
-(int64_t batch, int64_t length, int64_t width, int64_t taps, const float* x, int64_t x_batch, int64_t x_token,
- const float* weight, const float* bias, const float* window, int64_t window_batch, const int64_t* segments,
- const int64_t* lengths, int64_t with_silu, float* y, int64_t y_batch, int64_t y_token, float* after,
- int64_t after_batch) {
-    using namespace MK_ISA;
-    Conv conv = {batch, length, width,  taps,         x,        x_batch, x_token,
-                 weight, bias,  window, window_batch, segments, lengths, with_silu};
-    float* taps_kv = scratch<10>((taps + 1) * width);
-    transpose(weight, width, taps, taps_kv);
+static void causal_conv(const ConvForward& call) {
+    const Conv& conv = call.inputs;
+    const int64_t taps = conv.taps, width = conv.width, blocks = conv_blocks(conv);
+    float* taps_kv = scratch<CONV_TAPS>((taps + 1) * width);
+    transpose(conv.weight, width, taps, taps_kv);
     const float* zeros = zero_row(taps_kv + taps * width, width);
-    int64_t blocks = conv_blocks(conv);
-    parallel(batch * blocks, [&](int64_t begin, int64_t end) {
-        const float** seen = (const float**)scratch<11>(taps * (width + 2));
+    parallel(conv.batch * blocks, [&](int64_t begin, int64_t end) {
+        const float** seen = (const float**)scratch<CONV_ROWS>(taps * (width + 2));
         float* window_rows = (float*)(seen + taps);
         for (int64_t task = begin; task < end; task++) {
-            int64_t first = task % blocks * CONV_BLOCK, last = least(first + CONV_BLOCK, length);
+            int64_t first = task % blocks * CONV_BLOCK, last = least(first + CONV_BLOCK, conv.length);
             // Whoever has the last block also leaves the window behind, which may reach back into the entering one.
             bool leaves = task % blocks == blocks - 1;
             ConvRow row = conv_row(conv, task / blocks, leaves ? 0 : first, zeros, window_rows);
             for (int64_t t = first; t < last; t++) {
                 see(row, t, seen);
-                float* out = y + row.row * y_batch + t * y_token;
+                float* out = call.y + row.row * call.y_batch + t * call.y_token;
                 if (taps == 4) conv_token<4>(conv, taps_kv, seen, out);
                 else conv_token<0>(conv, taps_kv, seen, out);
             }
-            if (leaves) last_inputs(row, after + row.row * after_batch);
+            if (leaves) last_inputs(row, call.after + row.row * call.after_batch);
         }
     });
 }
 
-// d_weight is [width, taps]; d_after, d_window and d_bias may be null.
-MK_EXPORT(causal_conv_backward)
-(int64_t batch, int64_t length, int64_t width, int64_t taps, const float* x, int64_t x_batch, int64_t x_token,
- const float* weight, const float* bias, const float* window, int64_t window_batch, const int64_t* segments,
- const int64_t* lengths, int64_t with_silu, const float* d_y, int64_t d_y_batch, int64_t d_y_token,
- const float* d_after, int64_t after_batch, float* d_x, int64_t d_x_batch, int64_t d_x_token, float* d_weight,
- float* d_bias, float* d_window, int64_t d_window_batch) {
-    using namespace MK_ISA;
-    Conv conv = {batch, length, width,  taps,         x,        x_batch, x_token,
-                 weight, bias,  window, window_batch, segments, lengths, with_silu};
-    int64_t blocks = conv_blocks(conv), parts = (taps + 1) * width;
-    int64_t tasks = count_tasks(batch * blocks, 1);
-    float* taps_kv = scratch<10>((taps + 1) * width);
-    transpose(weight, width, taps, taps_kv);
+static void causal_conv_backward(const ConvBackward& call) {
+    const Conv& conv = call.inputs;
+    const int64_t taps = conv.taps, width = conv.width, blocks = conv_blocks(conv), parts = (taps + 1) * width;
+    const int64_t every = conv.batch * blocks, tasks = count_tasks(every, 1);
+    float* taps_kv = scratch<CONV_TAPS>((taps + 1) * width);
+    transpose(conv.weight, width, taps, taps_kv);
     const float* zeros = zero_row(taps_kv + taps * width, width);
-    float* d_taps = scratch<12>((tasks + 1) * parts);
+    float* d_taps = scratch<TASK_SUMS>((tasks + 1) * parts);
     clear(d_taps, tasks * parts);
-    ConvBackward back = {&conv, taps_kv, d_y, d_y_batch, d_y_token, d_after, after_batch, d_x, d_x_batch, d_x_token,
-                         d_window, d_window_batch};
+    const ConvGradients back = {call, taps_kv};
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        const float** pointers = (const float**)scratch<11>(taps * (width + CONV_CHANNELS + 2));
+        const float** pointers = (const float**)scratch<CONV_ROWS>(taps * (width + CONV_CHANNELS + 2));
         float* ring = (float*)(pointers + taps);
         float* window_rows = ring + taps * CONV_CHANNELS;
-        for (int64_t task = begin; task < end; task++) {
-            int64_t stop = begin_of(task + 1, tasks, batch * blocks);
-            for (int64_t block = begin_of(task, tasks, batch * blocks); block < stop; block++) {
-                int64_t first = block % blocks * CONV_BLOCK, last = least(first + CONV_BLOCK, length);
+        for (int64_t task = begin; task < end; task++)
+            for (int64_t block = begin_of(task, tasks, every); block < begin_of(task + 1, tasks, every); block++) {
+                int64_t first = block % blocks * CONV_BLOCK, last = least(first + CONV_BLOCK, conv.length);
                 ConvRow row = conv_row(conv, block / blocks, first, zeros, window_rows);
                 for (int64_t c = 0; c < width; c += CONV_CHANNELS) {
                     int64_t count = least(CONV_CHANNELS, width - c);
@@ -245,10 +249,11 @@ MK_EXPORT(causal_conv_backward)
                     else back.block<0>(row, first, last, c, count, pointers, ring, sums);
                 }
             }
-        }
     });
     float* total = d_taps + tasks * parts;
     add_tasks(d_taps, tasks, parts, total);
-    transpose(total, taps, width, d_weight);
-    if (d_bias) copy(total + taps * width, width, d_bias);
+    transpose(total, taps, width, call.d_weight);
+    if (call.d_bias) copy(total + taps * width, width, call.d_bias);
 }
+
+}  // namespace MK_ISA

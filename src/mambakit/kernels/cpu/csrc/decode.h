@@ -4,73 +4,63 @@
 // (norms, gates), each makes its own copy instead of waiting for another. States change in place.
 #pragma once
 
+#include "border.h"
+#include "matvec.h"
+#include "rows.h"
+#include "step_mamba1.h"
+#include "step_mamba2.h"
+#include "step_mamba3.h"
+#include "threads.h"
+
 namespace MK_ISA {
 
-// The structs have the same fields, in the same order, as those of decode.py.
 struct Norm {
-    const float *weight, *bias;  // [width]; bias may be null
-    int64_t width;
-    int64_t centred;  // LayerNorm, otherwise RMSNorm
-    double eps;
+    MK_FIELDS(Norm,
+        const float *weight, *bias;  // [width]; bias may be null
+        int64_t width;
+        int64_t centred;  // LayerNorm, otherwise RMSNorm
+        double eps;
+    )
 };
 
 struct DecodeLayer {
-    int64_t family;    // 1, 2 or 3
-    const void* step;  // Mamba1Step, Mamba2Step or Mamba3Step
-    Norm norm, norm2;
-    Matrix in_proj, out_proj;
-    Matrix x_proj, dt_proj;  // of Mamba-1
-    Matrix fc1, fc2;         // of the gated MLP; no rows: there is none
-    float *state, *window, *k_state, *v_state, *angle;  // what the family carries, for all rows
+    MK_FIELDS(DecodeLayer,
+        int64_t family;    // 1, 2 or 3
+        const void* step;  // Mamba1Step, Mamba2Step or Mamba3Step
+        Norm norm, norm2;
+        Matrix in_proj, out_proj;
+        Matrix x_proj, dt_proj;  // of Mamba-1
+        Matrix fc1, fc2;         // of the gated MLP; no rows: there is none
+        float *state, *window, *k_state, *v_state, *angle;  // what the family carries, for all rows
+    )
 };
 
 struct DecodeModel {
-    int64_t width, layers;
-    const float* embedding;  // [vocabulary][width]
-    const DecodeLayer* layer;
-    Norm norm_f;
-    Matrix head;
+    MK_FIELDS(DecodeModel,
+        int64_t width, layers;
+        const float* embedding;  // [vocabulary][width]
+        const DecodeLayer* layer;
+        Norm norm_f;
+        Matrix head;
+    )
 };
-
-// Slots of `scratch`. The first is each thread's own; the others are the calling thread's, seen by all.
-constexpr int DECODE_ROWS = 62;
-constexpr int DECODE_RESIDUAL = 63, DECODE_PROJECTED = 64, DECODE_INNER = 65, DECODE_SMALL = 66, DECODE_DT = 67;
 
 static void normalise(const Norm& norm, const float* x, float* y) {
     const int64_t n = norm.width;
     vf mean = {};
     if (norm.centred) {
         vf total = {};
-        for_vectors(n, [&](int64_t i, int64_t count) { total += load_part(x + i, count); });
+        each_vector(n, [&](int64_t i, int64_t count) { total += load_part(x + i, count); });
         mean = splat(sum(total) / n);
-        for_vectors(n, [&](int64_t i, int64_t count) { store_part(y + i, load_part(x + i, count) - mean, count); });
+        each_vector(n, [&](int64_t i, int64_t count) { store_part(y + i, load_part(x + i, count) - mean, count); });
         x = y;
     }
-    const vf scale = splat(inverse_rms(n, x, (float)norm.eps));
-    for_vectors(n, [&](int64_t i, int64_t count) {
+    const vf scale = splat(inverse_rms(x, n, (float)norm.eps));
+    each_vector(n, [&](int64_t i, int64_t count) {
         vf normed = load_part(x + i, count) * scale * load_part(norm.weight + i, count);
         if (norm.bias) normed += load_part(norm.bias + i, count);
         store_part(y + i, normed, count);
     });
-}
-
-// make(row, y) for all rows into this thread's memory, as an input of `m`: zeros follow up to its stored columns.
-template <class Make>
-static const float* make_rows(const Matrix& m, int64_t batch, const Make& make) {
-    const int64_t wide = stored_columns(m);
-    float* rows = scratch<DECODE_ROWS>(batch * wide);
-    for (int64_t row = 0; row < batch; row++) {
-        make(row, rows + row * wide);
-        memset(rows + row * wide + m.columns, 0, (wide - m.columns) * sizeof(float));
-    }
-    return rows;
-}
-
-// body(begin, end) over rows of `m`, in one thread if it is small.
-template <class Body>
-static void over_rows(const Matrix& m, const Body& body) {
-    if (m.rows * bytes_per_row(m) < WORTH_A_THREAD) body(int64_t(0), m.rows);
-    else parallel(m.rows, body);
 }
 
 // The product of `m` with the rows that `make` makes, each thread for itself.
@@ -97,7 +87,7 @@ static void decode_mamba1(const DecodeLayer& l, int64_t batch, float* residual) 
         });
         multiply(l.in_proj, begin, end, rows, stored_columns(l.in_proj), batch, {projected, 2 * i, false});
         // The channels just computed, as far as they are values and not gates.
-        const int64_t stop = end < i ? end : i;
+        const int64_t stop = least(end, i);
         for (int64_t row = 0; row < batch && begin < stop; row++) {
             float* window = l.window + row * i * s.k;
             mamba1_step_conv(s, projected + row * 2 * i, window, window, x + row * i, begin, stop);
@@ -119,44 +109,29 @@ static void decode_mamba1(const DecodeLayer& l, int64_t batch, float* residual) 
     if (batch * i * s.r < STEP_ALONE) scan(0, i);
     else parallel(i, scan);
     project(l.out_proj, batch, {residual, l.norm.width, true},
-            [&](int64_t row, float* to) { memcpy(to, out + row * i, i * sizeof(float)); });
+            [&](int64_t row, float* to) { copy(out + row * i, i, to); });
 }
 
 static void decode_mamba2(const DecodeLayer& l, int64_t batch, float* residual) {
     const Mamba2Step& s = *(const Mamba2Step*)l.step;
-    const int64_t wide = s.projected(), inner = s.mlp + s.width(), bc = 2 * s.groups * s.r;
-    const int64_t window = s.conv_dim() * s.k, state = s.width() * s.r;
-    float* projected = scratch<DECODE_PROJECTED>(batch * wide);
-    float *out = scratch<DECODE_INNER>(batch * inner), *all_bc = scratch<DECODE_SMALL>(batch * bc);
+    const int64_t wide = s.projected(), inner = s.mlp + s.width();
+    float *projected = scratch<DECODE_PROJECTED>(batch * wide), *out = scratch<DECODE_INNER>(batch * inner);
     project_normed(l.in_proj, l.norm, batch, residual, projected);
-    for (int64_t row = 0; row < batch; row++)
-        mamba2_step_begin(s, projected + row * wide, l.window + row * window, l.window + row * window, all_bc + row * bc);
-    step_parallel(batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
-        mamba2_step(s, projected + row * wide, all_bc + row * bc, l.window + row * window, l.window + row * window,
-                    l.state + row * state, l.state + row * state, out + row * inner, begin, end);
-    });
+    mamba2_step_heads({s, batch, projected, l.window, l.window, l.state, l.state, out});
     project(l.out_proj, batch, {residual, l.norm.width, true}, [&](int64_t row, float* to) {
-        memcpy(to + s.mlp, out + row * inner + s.mlp, s.width() * sizeof(float));
+        copy(out + row * inner + s.mlp, s.width(), to + s.mlp);
         mamba2_step_finish(s, projected + row * wide, to);
     });
 }
 
 static void decode_mamba3(const DecodeLayer& l, int64_t batch, float* residual) {
     const Mamba3Step& s = *(const Mamba3Step*)l.step;
-    const int64_t wide = s.projected(), k_state = s.ranks * s.heads * s.r, kept = s.heads * s.kept_angles();
-    float* projected = scratch<DECODE_PROJECTED>(batch * wide);
-    float *out = scratch<DECODE_INNER>(batch * s.width()), *shared = scratch<DECODE_SMALL>(batch * s.shared());
+    float *projected = scratch<DECODE_PROJECTED>(batch * s.projected()), *out = scratch<DECODE_INNER>(batch * s.width());
+    const Mamba3Carried carried = {l.state, l.k_state, l.v_state, l.angle};
     project_normed(l.in_proj, l.norm, batch, residual, projected);
-    for (int64_t row = 0; row < batch; row++)
-        mamba3_step_begin(s, projected + row * wide, shared + row * s.shared());
-    step_parallel(batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
-        const Mamba3Carried carried = {l.state + row * s.width() * s.r, l.k_state + row * k_state,
-                                       l.v_state + row * s.width(), l.angle + row * kept};
-        mamba3_step(s, projected + row * wide, shared + row * s.shared(), carried, carried, out + row * s.width(), begin,
-                    end);
-    });
+    mamba3_step({s, batch, projected, carried, carried, out});
     project(l.out_proj, batch, {residual, l.norm.width, true},
-            [&](int64_t row, float* to) { memcpy(to, out + row * s.width(), s.width() * sizeof(float)); });
+            [&](int64_t row, float* to) { copy(out + row * s.width(), s.width(), to); });
 }
 
 static void decode_mlp(const DecodeLayer& l, int64_t batch, float* residual) {
@@ -165,26 +140,34 @@ static void decode_mlp(const DecodeLayer& l, int64_t batch, float* residual) {
     project_normed(l.fc1, l.norm2, batch, residual, both);
     project(l.fc2, batch, {residual, l.norm.width, true}, [&](int64_t row, float* to) {
         const float *value = both + row * 2 * hidden, *gate = value + hidden;
-        for_vectors(hidden, [&](int64_t i, int64_t count) {
+        each_vector(hidden, [&](int64_t i, int64_t count) {
             store_part(to + i, load_part(value + i, count) * vsilu(load_part(gate + i, count)), count);
         });
     });
 }
 
-}  // namespace MK_ISA
+struct Decode {
+    MK_FIELDS(Decode,
+        const DecodeModel* model;
+        int64_t batch;
+        const int64_t* ids;  // [batch]
+        float* logits;       // after these tokens, [batch][head.rows]
+    )
+};
 
-// logits[batch][head.rows] after the tokens ids[batch].
-MK_EXPORT(decode)(const void* decode_model, const int64_t* ids, int64_t batch, float* logits) {
-    using namespace MK_ISA;
-    const DecodeModel& model = *(const DecodeModel*)decode_model;
-    float* residual = scratch<DECODE_RESIDUAL>(batch * model.width);
+static void decode(const Decode& call) {
+    const DecodeModel& model = *call.model;
+    const int64_t batch = call.batch, width = model.width;
+    float* residual = scratch<DECODE_RESIDUAL>(batch * width);
     for (int64_t row = 0; row < batch; row++)
-        memcpy(residual + row * model.width, model.embedding + ids[row] * model.width, model.width * sizeof(float));
+        copy(model.embedding + call.ids[row] * width, width, residual + row * width);
     for (const DecodeLayer* layer = model.layer; layer < model.layer + model.layers; layer++) {
         if (layer->family == 1) decode_mamba1(*layer, batch, residual);
         if (layer->family == 2) decode_mamba2(*layer, batch, residual);
         if (layer->family == 3) decode_mamba3(*layer, batch, residual);
         if (layer->fc1.rows) decode_mlp(*layer, batch, residual);
     }
-    project_normed(model.head, model.norm_f, batch, residual, logits);
+    project_normed(model.head, model.norm_f, batch, residual, call.logits);
 }
+
+}  // namespace MK_ISA

@@ -5,31 +5,43 @@
 // B and C go through the same steps and share the angles. Pairs that turn are neighbours or half the state apart.
 #pragma once
 
+#include "border.h"
+#include "rotation.h"
+#include "rows.h"
+#include "threads.h"
+
 namespace MK_ISA {
 
 // B or C.
 struct Side {
-    const float* x;  // [batch, length, ranks, groups, state]
-    int64_t x_batch, x_token;
-    const float* weight;  // [state]
-    const float* bias;    // [heads, ranks, state]
+    MK_FIELDS(Side,
+        const float* x;  // [batch, length, ranks, groups, state]
+        int64_t x_batch, x_token;
+        const float* weight;  // [state]
+        const float* bias;    // [heads, ranks, state]
+    )
 };
 
 struct Prepare {
-    Turns turns;
-    int64_t ranks, groups, state, neighbours;
-    float eps;
-    Side sides[2];
+    MK_FIELDS(Prepare,
+        Turns turns;
+        Pairs pairs;
+        int64_t ranks, groups;
+        float eps;
+        Side b, c;
+        double* entering;  // room for the angles before each block, [batch, blocks, heads, angles]
+    )
 
+    const Side& side(int64_t which) const { return which ? c : b; }
     int64_t lines() const { return ranks * groups; }
-    int64_t outputs() const { return ranks * turns.heads * state; }
+    int64_t outputs() const { return ranks * turns.heads * pairs.state; }
     int64_t group_of(int64_t head) const { return head / (turns.heads / groups); }
     const float* bias_of(int64_t side, int64_t head, int64_t rank) const {
-        return sides[side].bias + (head * ranks + rank) * state;
+        return this->side(side).bias + (head * ranks + rank) * pairs.state;
     }
     const float* line(int64_t side, int64_t row, int64_t t, int64_t line) const {
-        const Side& from = sides[side];
-        return from.x + row * from.x_batch + t * from.x_token + line * state;
+        const Side& from = this->side(side);
+        return from.x + row * from.x_batch + t * from.x_token + line * pairs.state;
     }
 };
 
@@ -41,8 +53,8 @@ struct Workspace {
     float *d_normed, *d_turn;  // of the backward: [2, lines, state], [state]
 
     explicit Workspace(const Prepare& all) {
-        int64_t size = all.turns.size(), angles = all.turns.angles, lines = 2 * all.lines(), state = all.state;
-        float* at = scratch<15>(2 * (size + angles) + lines * (2 * state + 1) + 3 * state + angles + 4 * W);
+        int64_t size = all.turns.size(), angles = all.turns.angles, lines = 2 * all.lines(), state = all.pairs.state;
+        float* at = scratch<PREPARE_TOKEN>(2 * (size + angles) + lines * (2 * state + 1) + 3 * state + angles + 4 * W);
         angle = (double*)at;
         rate = angle + size;
         normed = (float*)(rate + angles);
@@ -58,147 +70,113 @@ struct Workspace {
 static void norm_lines(const Prepare& all, int64_t row, int64_t t, Workspace& work) {
     for (int64_t side = 0; side < 2; side++)
         for (int64_t line = 0; line < all.lines(); line++) {
-            const float* x = all.line(side, row, t, line);
             int64_t at = side * all.lines() + line;
-            vf squares = {};
-            each_vector(all.state, MK_BODY(int64_t i, int64_t lanes) {
-                vf value = load_part(x + i, lanes);
-                squares += value * value;
-            });
-            float inverse = work.inverse[at] = 1.0f / sqrtf(sum(squares) / all.state + all.eps);
-            each_vector(all.state, MK_BODY(int64_t i, int64_t lanes) {
-                vf n = load_part(x + i, lanes) * splat(inverse) * load_part(all.sides[side].weight + i, lanes);
-                store_part(work.normed + at * all.state + i, n, lanes);
-            });
+            work.inverse[at] = rms_norm(all.line(side, row, t, line), all.pairs.state, all.side(side).weight, all.eps,
+                                        work.normed + at * all.pairs.state);
         }
-}
-
-// body(i, j, lanes) over the entries that turn, in vectors: those from i on have their partners from j on. Neighbours
-// share a vector (i == j); an even number of lanes keeps pairs together.
-template <class Body>
-MK_INLINE void each_turning(const Prepare& all, const Body& body) {
-    int64_t angles = all.turns.angles, half = all.state / 2;
-    if (all.neighbours) each_vector(2 * angles, MK_BODY(int64_t i, int64_t lanes) { body(i, i, lanes); });
-    else each_vector(angles, MK_BODY(int64_t i, int64_t lanes) {
-        body(i, half + i, lanes);
-        body(half + i, i, lanes);
-    });
-}
-
-// body(i, lanes) over the entries that do not.
-template <class Body>
-MK_INLINE void each_still(const Prepare& all, const Body& body) {
-    int64_t angles = all.turns.angles, half = all.state / 2;
-    if (all.neighbours) {
-        each_vector(all.state - 2 * angles, MK_BODY(int64_t i, int64_t lanes) { body(2 * angles + i, lanes); });
-        return;
-    }
-    for (int64_t from = 0; from < all.state; from += half)
-        each_vector(half - angles, MK_BODY(int64_t i, int64_t lanes) { body(from + angles + i, lanes); });
-}
-
-// The vector at j as its partners see it: neighbours swap places.
-MK_INLINE vf across(const Prepare& all, vf x) { return all.neighbours ? swap_neighbours(x) : x; }
-
-static void turn_line(const Prepare& all, const Turn& turn, const float* normed, const float* bias, float* out) {
-    each_turning(all, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
-        vf own = load_part(normed + i, lanes) + load_part(bias + i, lanes);
-        vf other = across(all, load_part(normed + j, lanes) + load_part(bias + j, lanes));
-        vf turned = own * load_part(turn.cosine + i, lanes) + other * load_part(turn.sine + i, lanes);
-        store_part(out + i, turned, lanes);
-    });
-    each_still(all, MK_BODY(int64_t i, int64_t lanes) {
-        store_part(out + i, load_part(normed + i, lanes) + load_part(bias + i, lanes), lanes);
-    });
 }
 
 // Gradients before the turn are those after it turned back; they are added to the normed line's and the bias's. What
 // each entry of the output says about its angle is added to d_turn, with the sign of the second of a pair.
-static void turn_line_backward(const Prepare& all, const Turn& turn, const float* normed, const float* bias,
+static void turn_line_backward(const Pairs& pairs, const Turn& turn, const float* normed, const float* bias,
                                const float* d_out, float* d_normed, float* d_bias, float* d_turn) {
-    each_turning(all, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
+    each_turning(pairs, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
         vf cosine = load_part(turn.cosine + i, lanes), sine = load_part(turn.sine + i, lanes);
         vf own = load_part(normed + i, lanes) + load_part(bias + i, lanes);
-        vf other = across(all, load_part(normed + j, lanes) + load_part(bias + j, lanes));
-        vf d_own = load_part(d_out + i, lanes), d_other = across(all, load_part(d_out + j, lanes));
+        vf other = across(pairs, load_part(normed + j, lanes) + load_part(bias + j, lanes));
+        vf d_own = load_part(d_out + i, lanes), d_other = across(pairs, load_part(d_out + j, lanes));
         vf d = d_own * cosine - d_other * sine;
         add_part(d_turn + i, d_own * (other * cosine - own * sine), lanes);
         add_part(d_normed + i, d, lanes);
         add_part(d_bias + i, d, lanes);
     });
-    each_still(all, MK_BODY(int64_t i, int64_t lanes) {
+    each_still(pairs, MK_BODY(int64_t i, int64_t lanes) {
         vf d = load_part(d_out + i, lanes);
         add_part(d_normed + i, d, lanes);
         add_part(d_bias + i, d, lanes);
     });
 }
 
-static void angle_gradients(const Prepare& all, const float* d_turn, float* d_theta) {
-    int64_t step = all.neighbours ? 2 : 1, second = all.neighbours ? 1 : all.state / 2;
-    for (int64_t a = 0; a < all.turns.angles; a++) d_theta[a] = d_turn[a * step + second] - d_turn[a * step];
+static void angle_gradients(const Pairs& pairs, const float* d_turn, float* d_theta) {
+    int64_t step = pairs.neighbours ? 2 : 1, second = pairs.neighbours ? 1 : pairs.state / 2;
+    for (int64_t a = 0; a < pairs.angles; a++) d_theta[a] = d_turn[a * step + second] - d_turn[a * step];
 }
 
 // Through the norm of one line; `n` is the normed line with its weight.
 static void norm_line_backward(const Prepare& all, const float* x, float inverse, const float* weight,
                                const float* d_normed, float* d_x, float* d_weight) {
     vf products = {};
-    each_vector(all.state, MK_BODY(int64_t i, int64_t lanes) {
+    each_vector(all.pairs.state, MK_BODY(int64_t i, int64_t lanes) {
         vf share = load_part(d_normed + i, lanes) * load_part(x + i, lanes) * splat(inverse);
         add_part(d_weight + i, share, lanes);
         products += share * load_part(weight + i, lanes);
     });
-    float shared = sum(products) / all.state;
-    each_vector(all.state, MK_BODY(int64_t i, int64_t lanes) {
+    float shared = sum(products) / all.pairs.state;
+    each_vector(all.pairs.state, MK_BODY(int64_t i, int64_t lanes) {
         vf d_n = load_part(d_normed + i, lanes) * load_part(weight + i, lanes);
         vf n = load_part(x + i, lanes) * splat(inverse);
         store_part(d_x + i, (d_n - n * splat(shared)) * splat(inverse), lanes);
     });
 }
 
-struct PrepareGradients {
-    const float* d_out[2];  // [batch, length, ranks, heads, state]
-    float* d_x[2];          // [batch, length, ranks, groups, state]
-    float* d_theta;         // [batch, length, heads, angles]
+struct PrepareForward {
+    MK_FIELDS(PrepareForward,
+        Prepare inputs;
+        float *b, *c;  // [batch, length, ranks, heads, state]
+        float* after;  // angles after the last token, [batch, heads, angles]
+    )
 };
 
-// One token; `sums` are the gradients of bias and weight, [2, heads, ranks, state] and [2, state].
-static void prepare_backward(const Prepare& all, const PrepareGradients& d, int64_t row, int64_t t, Workspace& work,
-                             float* sums) {
+struct PrepareBackward {
+    MK_FIELDS(PrepareBackward,
+        Prepare inputs;
+        const float *d_b_out, *d_c_out;  // [batch, length, ranks, heads, state]
+        const float* d_after;            // or null
+        float* d_theta;                  // room for [batch, length, heads, angles]
+        float *d_b, *d_c;                // [batch, length, ranks, groups, state]
+        float *d_rot, *d_dt, *d_before;
+        float* sums;  // the gradients of the biases and weights, [2, heads, ranks, state] and [2, state]
+    )
+};
+
+// One token; `sums` are the task's.
+static void prepare_token_backward(const PrepareBackward& d, int64_t row, int64_t t, Workspace& work, float* sums) {
+    const Prepare& all = d.inputs;
     const Turns& turns = all.turns;
-    int64_t token = row * turns.length + t, state = all.state, lines = all.lines();
+    int64_t token = row * turns.length + t, state = all.pairs.state, lines = all.lines();
     clear(work.d_normed, 2 * lines * state);
     for (int64_t head = 0; head < turns.heads; head++) {
-        work.turn.of(work.angle + head * turns.angles, turns.angles, all.neighbours, state);
+        work.turn.of(work.angle + head * turns.angles, all.pairs);
         clear(work.d_turn, state);
         for (int64_t side = 0; side < 2; side++)
             for (int64_t rank = 0; rank < all.ranks; rank++) {
                 int64_t line = (side * all.ranks + rank) * all.groups + all.group_of(head);
-                const float* d_out = d.d_out[side] + token * all.outputs() + (rank * turns.heads + head) * state;
+                const float* d_out = (side ? d.d_c_out : d.d_b_out) + token * all.outputs() + (rank * turns.heads + head) * state;
                 float* d_bias = sums + side * all.outputs() + (head * all.ranks + rank) * state;
-                turn_line_backward(all, work.turn, work.normed + line * state, all.bias_of(side, head, rank), d_out,
+                turn_line_backward(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank), d_out,
                                    work.d_normed + line * state, d_bias, work.d_turn);
             }
-        angle_gradients(all, work.d_turn, d.d_theta + (token * turns.heads + head) * turns.angles);
+        angle_gradients(all.pairs, work.d_turn, d.d_theta + (token * turns.heads + head) * turns.angles);
     }
     for (int64_t side = 0; side < 2; side++)
         for (int64_t line = 0; line < lines; line++) {
             int64_t at = side * lines + line;
-            norm_line_backward(all, all.line(side, row, t, line), work.inverse[at], all.sides[side].weight,
-                               work.d_normed + at * state, d.d_x[side] + (token * lines + line) * state,
+            norm_line_backward(all, all.line(side, row, t, line), work.inverse[at], all.side(side).weight,
+                               work.d_normed + at * state, (side ? d.d_c : d.d_b) + (token * lines + line) * state,
                                sums + 2 * all.outputs() + side * state);
         }
 }
 
 // body(task, row, t, work) for the tokens of blocks, with the angles and normed lines of each.
 template <class Body>
-static void each_prepared(const Prepare& all, const double* entering, int64_t tasks, const Body& body) {
+static void each_prepared(const Prepare& all, int64_t tasks, const Body& body) {
     const Turns& turns = all.turns;
     int64_t blocks = turns.blocks(), every = turns.batch * blocks;
     parallel(tasks, [&](int64_t begin, int64_t end) {
         Workspace work(all);
         for (int64_t task = begin; task < end; task++)
             for (int64_t at = begin_of(task, tasks, every); at < begin_of(task + 1, tasks, every); at++) {
-                copy(entering + at * turns.size(), turns.size(), work.angle);
+                copy(all.entering + at * turns.size(), turns.size(), work.angle);
                 for (int64_t t = turns.first(at % blocks); t < turns.last(at % blocks); t++) {
                     turns.rates(at / blocks, t, work.rate);
                     turns.advance(at / blocks, t, work.rate, work.angle);
@@ -209,59 +187,38 @@ static void each_prepared(const Prepare& all, const double* entering, int64_t ta
     });
 }
 
-}  // namespace MK_ISA
-
-#define MK_PREPARE_INPUTS                                                                                             \
-    int64_t batch, int64_t length, int64_t heads, int64_t angles, int64_t ranks, int64_t groups, int64_t state,       \
-        int64_t neighbours, float eps, const float *b, int64_t b_batch, int64_t b_token, const float *b_weight,       \
-        const float *b_bias, const float *c, int64_t c_batch, int64_t c_token, const float *c_weight,                 \
-        const float *c_bias, const float *rot, int64_t rot_batch, int64_t rot_token, const float *dt, double range,   \
-        const float *before, const int64_t *segments
-#define MK_PREPARE                                                                                                    \
-    {{batch, length, heads, angles, rot, rot_batch, rot_token, dt, range, before, segments},                          \
-     ranks,                                                                                                           \
-     groups,                                                                                                          \
-     state,                                                                                                           \
-     neighbours,                                                                                                      \
-     eps,                                                                                                             \
-     {{b, b_batch, b_token, b_weight, b_bias}, {c, c_batch, c_token, c_weight, c_bias}}}
-
-// `entering` has room for the angles before each block, [batch, blocks, heads, angles].
-MK_EXPORT(mamba3_prepare)(MK_PREPARE_INPUTS, double* entering, float* b_out, float* c_out, float* after) {
-    using namespace MK_ISA;
-    Prepare all = MK_PREPARE;
-    angles_before_blocks(all.turns, entering, after);
-    float* outs[2] = {b_out, c_out};
-    int64_t every = batch * all.turns.blocks();
-    each_prepared(all, entering, every, MK_BODY(int64_t, int64_t row, int64_t t, Workspace & work) {
-        for (int64_t head = 0; head < heads; head++) {
-            work.turn.of(work.angle + head * angles, angles, neighbours, state);
+static void mamba3_prepare(const PrepareForward& call) {
+    const Prepare& all = call.inputs;
+    const Turns& turns = all.turns;
+    const int64_t state = all.pairs.state;
+    angles_before_blocks(turns, all.entering, call.after);
+    each_prepared(all, turns.batch * turns.blocks(), MK_BODY(int64_t, int64_t row, int64_t t, Workspace & work) {
+        for (int64_t head = 0; head < turns.heads; head++) {
+            work.turn.of(work.angle + head * turns.angles, all.pairs);
             for (int64_t side = 0; side < 2; side++)
-                for (int64_t rank = 0; rank < ranks; rank++) {
-                    int64_t line = (side * ranks + rank) * groups + all.group_of(head);
-                    float* out = outs[side] + (row * length + t) * all.outputs() + (rank * heads + head) * state;
-                    turn_line(all, work.turn, work.normed + line * state, all.bias_of(side, head, rank), out);
+                for (int64_t rank = 0; rank < all.ranks; rank++) {
+                    int64_t line = (side * all.ranks + rank) * all.groups + all.group_of(head);
+                    float* out = (side ? call.c : call.b) + (row * turns.length + t) * all.outputs();
+                    turn_line(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank),
+                              out + (rank * turns.heads + head) * state);
                 }
         }
     });
 }
 
-// d_after may be null. `entering` as above, `d_theta` has room for [batch, length, heads, angles]; `sums` become the
-// gradients of the biases and weights, [2, heads, ranks, state] and [2, state].
-MK_EXPORT(mamba3_prepare_backward)
-(MK_PREPARE_INPUTS, double* entering, const float* d_b_out, const float* d_c_out, const float* d_after, float* d_theta,
- float* d_b, float* d_c, float* d_rot, float* d_dt, float* d_before, float* sums) {
-    using namespace MK_ISA;
-    Prepare all = MK_PREPARE;
+static void mamba3_prepare_backward(const PrepareBackward& call) {
+    const Prepare& all = call.inputs;
     // What the row's last angle was is of no interest here.
-    angles_before_blocks(all.turns, entering, d_before);
-    int64_t tasks = count_tasks(batch * all.turns.blocks(), 1), parts = 2 * (all.outputs() + state);
-    float* task_sums = scratch<12>(tasks * parts);
+    angles_before_blocks(all.turns, all.entering, call.d_before);
+    const int64_t tasks = count_tasks(all.turns.batch * all.turns.blocks(), 1);
+    const int64_t parts = 2 * (all.outputs() + all.pairs.state);
+    float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
-    PrepareGradients d = {{d_b_out, d_c_out}, {d_b, d_c}, d_theta};
-    each_prepared(all, entering, tasks, MK_BODY(int64_t task, int64_t row, int64_t t, Workspace & work) {
-        prepare_backward(all, d, row, t, work, task_sums + task * parts);
+    each_prepared(all, tasks, MK_BODY(int64_t task, int64_t row, int64_t t, Workspace & work) {
+        prepare_token_backward(call, row, t, work, task_sums + task * parts);
     });
-    add_tasks(task_sums, tasks, parts, sums);
-    angles_backward(all.turns, entering, d_theta, d_after, d_rot, d_dt, d_before);
+    add_tasks(task_sums, tasks, parts, call.sums);
+    angles_backward(all.turns, all.entering, call.d_theta, call.d_after, call.d_rot, call.d_dt, call.d_before);
 }
+
+}  // namespace MK_ISA

@@ -4,6 +4,9 @@
 // not depend on the batch, on its place in the matrix or on the number of threads.
 #pragma once
 
+#include "border.h"
+#include "rows.h"
+#include "threads.h"
 #include "weights.h"
 
 namespace MK_ISA {
@@ -25,7 +28,7 @@ struct Inputs {
 struct Ahead {
     const void* from;
     int64_t byte, lines;
-    __attribute__((always_inline)) void ask() {
+    MK_INSIDE void ask() {
         for (int64_t i = 0; i < lines; i++) prefetch(from, byte + 64 * i);
         byte += 64 * lines;
     }
@@ -95,9 +98,9 @@ MK_INLINE void dot_group_nf4(
 
 template <int R, int B>
 MK_INLINE void dot_rows_nf4(const Matrix& m, int64_t row, const Inputs& x, Ahead& ahead, Sums<R, B>& sums) {
-    const int64_t half = m.group / 2, groups = (m.columns + m.group - 1) / m.group, pitch = groups * half;
+    const int64_t half = m.group / 2, groups = ceil_div(m.columns, m.group), pitch = groups * half;
     const uint8_t* at = (const uint8_t*)m.weight + row * pitch;
-    float* scales = scratch<60>(R * groups);
+    float* scales = scratch<PRODUCT_SCALES>(R * groups);
     widen((const uint16_t*)m.scales + row * groups, scales, R * groups);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t byte = g * half;
@@ -118,7 +121,7 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
         for (int b = 0; b < B; b++) {
             if (b >= x.count) break;
             float* y = to.y + b * to.stride + row + r;
-            const float value = total(sums.of[r][b]) * scale + bias;
+            const float value = sum(sums.of[r][b]) * scale + bias;
             *y = to.add ? *y + value : value;
         }
     }
@@ -128,7 +131,7 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
 template <class Weights, int R, int B>
 static __attribute__((noinline)) void multiply_rows(
     const Matrix& m, int64_t begin, int64_t end, const Inputs& x, Ahead ahead, const Results& to) {
-    ahead.lines = (R + ahead.lines - 1) / ahead.lines;
+    ahead.lines = ceil_div(R, ahead.lines);
     int64_t row = begin;
     for (; row + R <= end; row += R) multiply_block<Weights, R, B>(m, row, x, ahead, to);
     for (; row < end; row++) multiply_block<Weights, 1, B>(m, row, x, ahead, to);
@@ -139,14 +142,14 @@ static __attribute__((noinline)) void multiply_rows(
 template <class Weights>
 static void multiply_all(
     const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch, const Results& to) {
-    const int64_t passes = (batch + 3) / 4, piece = passes == 1 ? end - begin : 16, pitch = bytes_per_row(m);
+    const int64_t passes = ceil_div(batch, 4), piece = passes == 1 ? end - begin : 16, pitch = bytes_per_row(m);
     for (int64_t row = begin; row < end; row += piece) {
-        const int64_t stop = row + piece < end ? row + piece : end;
+        const int64_t stop = least(row + piece, end);
         for (int64_t pass = 0; pass < passes; pass++) {
             Inputs inputs;
-            inputs.count = batch - 4 * pass < 4 ? batch - 4 * pass : 4;
+            inputs.count = least(batch - 4 * pass, 4);
             for (int64_t b = 0; b < 4; b++)
-                inputs.row[b] = x + (4 * pass + (b < inputs.count ? b : inputs.count - 1)) * x_stride;
+                inputs.row[b] = x + (4 * pass + least(b, inputs.count - 1)) * x_stride;
             const int64_t next = passes == 1 ? AHEAD : (piece + pass * piece / passes) * pitch;
             const Ahead ahead = {m.weight, row * pitch + next, passes};
             const Results part = {to.y + 4 * pass * to.stride, to.stride, to.add};
@@ -168,46 +171,71 @@ static void multiply(
     if (m.format == NF4) multiply_all<Nf4Weights>(m, begin, end, x, x_stride, batch, to);
 }
 
+// make(row, y) for all rows into this thread's memory, as an input of `m`: zeros follow up to its stored columns.
+template <class Make>
+static const float* make_rows(const Matrix& m, int64_t batch, const Make& make) {
+    const int64_t wide = stored_columns(m);
+    float* rows = scratch<PRODUCT_ROWS>(batch * wide);
+    for (int64_t row = 0; row < batch; row++) {
+        make(row, rows + row * wide);
+        clear(rows + row * wide + m.columns, wide - m.columns);
+    }
+    return rows;
+}
+
 // x with zeros up to the stored columns.
 static const float* filled_up(const Matrix& m, const float* x, int64_t batch) {
-    const int64_t wide = stored_columns(m);
-    if (wide == m.columns) return x;
-    float* copy = scratch<61>(batch * wide);
-    for (int64_t b = 0; b < batch; b++) {
-        memcpy(copy + b * wide, x + b * m.columns, m.columns * sizeof(float));
-        memset(copy + b * wide + m.columns, 0, (wide - m.columns) * sizeof(float));
-    }
-    return copy;
+    if (stored_columns(m) == m.columns) return x;
+    return make_rows(m, batch, [&](int64_t row, float* to) { copy(x + row * m.columns, m.columns, to); });
 }
 
 // Below this many bytes a second thread costs more than it saves.
 constexpr int64_t WORTH_A_THREAD = 1 << 17;
 
-}  // namespace MK_ISA
-
-// y[batch][rows] from x[batch][columns].
-MK_EXPORT(matvec)(const void* matrix, const float* x, float* y, int64_t batch) {
-    using namespace MK_ISA;
-    const Matrix& m = *(const Matrix*)matrix;
-    auto some = [&](int64_t begin, int64_t end) {
-        multiply(m, begin, end, filled_up(m, x, batch), stored_columns(m), batch, {y, m.rows, false});
-    };
-    if (m.rows * bytes_per_row(m) < WORTH_A_THREAD) some(0, m.rows);
-    else parallel(m.rows, some);
+// body(begin, end) over rows of `m`, in one thread if it is small.
+template <class Body>
+static void over_rows(const Matrix& m, const Body& body) {
+    if (m.rows * bytes_per_row(m) < WORTH_A_THREAD) body(int64_t(0), m.rows);
+    else parallel(m.rows, body);
 }
 
-// The speed of memory, for benchmarks: every line of `bytes` bytes once.
-MK_EXPORT(read)(const float* data, int64_t floats, float* result) {
-    using namespace MK_ISA;
-    parallel(floats / (16 * W), [&](int64_t begin, int64_t end) {
+struct Matvec {
+    MK_FIELDS(Matvec,
+        Matrix matrix;
+        int64_t batch;
+        const float* x;  // [batch, columns]
+        float* y;        // [batch, rows]
+    )
+};
+
+static void matvec(const Matvec& call) {
+    const Matrix& m = call.matrix;
+    over_rows(m, [&](int64_t begin, int64_t end) {
+        multiply(m, begin, end, filled_up(m, call.x, call.batch), stored_columns(m), call.batch, {call.y, m.rows, false});
+    });
+}
+
+struct ReadMemory {
+    MK_FIELDS(ReadMemory,
+        const float* data;
+        int64_t floats;
+        float* result;
+    )
+};
+
+// The speed of memory, for benchmarks: every line once.
+static void read_memory(const ReadMemory& call) {
+    parallel(call.floats / (16 * W), [&](int64_t begin, int64_t end) {
         vf sums[4] = {};
         for (int64_t i = begin; i < end; i++)
             for (int64_t j = 0; j < 16; j++) {
                 const int64_t at = (i * 16 + j) * W;
-                if (at % 16 == 0) prefetch(data, at * (int64_t)sizeof(float) + AHEAD);
-                sums[j % 4] += load(data + at);
+                if (at % 16 == 0) prefetch(call.data, at * (int64_t)sizeof(float) + AHEAD);
+                sums[j % 4] += load(call.data + at);
             }
-        const float value = total(sums[0] + sums[1] + sums[2] + sums[3]);
-        __atomic_store_n((int32_t*)result, (int32_t)value, __ATOMIC_RELAXED);
+        const float value = sum(sums[0] + sums[1] + sums[2] + sums[3]);
+        __atomic_store_n((int32_t*)call.result, (int32_t)value, __ATOMIC_RELAXED);
     });
 }
+
+}  // namespace MK_ISA

@@ -4,23 +4,48 @@
 //     out = sum_m mimo_o[m] f(u, s)            f is u s, norm(u s) or norm(u) s
 #pragma once
 
+#include "border.h"
+#include "rows.h"
+#include "threads.h"
+
 namespace MK_ISA {
 
 enum NormOrder { NO_NORM, GATE_FIRST, NORM_FIRST };
 
 struct Finish {
-    int64_t rows, ranks, width, group;
-    const float* y;  // [rows, ranks, width]
-    int64_t y_row;
-    const float* x;  // [rows, width], null: no skip
-    int64_t x_row;
-    const float* skip;  // [width]
-    const float* z;     // [rows, width], null: no gate
-    int64_t z_row;
-    const float *mimo_x, *mimo_z, *mimo_o;  // [ranks, width], null: ones
-    const float* weight;                    // [width], null: ones
-    int64_t order;
-    float eps;
+    MK_FIELDS(Finish,
+        int64_t rows, ranks, width, group;
+        const float* y;  // [rows, ranks, width]
+        int64_t y_row;
+        const float* x;  // [rows, width], null: no skip
+        int64_t x_row;
+        const float* skip;  // [width]
+        const float* z;     // [rows, width], null: no gate
+        int64_t z_row;
+        const float *mimo_x, *mimo_z, *mimo_o;  // [ranks, width], null: ones
+        const float* weight;                    // [width], null: ones
+        int64_t order;
+        float eps;
+    )
+};
+
+struct FinishForward {
+    MK_FIELDS(FinishForward,
+        Finish inputs;
+        float* out;  // [rows, width]
+    )
+};
+
+struct FinishBackward {
+    MK_FIELDS(FinishBackward,
+        Finish inputs;
+        const float* d_out;  // [rows, width]
+        int64_t d_out_row;
+        float *d_y, *d_x, *d_z;  // as y, x and z but contiguous; those of absent ones are null
+        // Of skip, weight, mimo_x, mimo_z and mimo_o one after the other, [2 + 3 ranks, width]; only those of given
+        // parameters are meaningful.
+        float* sums;
+    )
 };
 
 MK_INLINE vf load_or_one(const float* from, int64_t i, int64_t lanes) {
@@ -66,13 +91,12 @@ static void finish_group(const FinishRank& r, int64_t from, int64_t group, bool 
         squares += u * u;
         store_part(value + i, u, lanes);
     });
-    float inverse = all.order == NO_NORM ? 1.0f : 1.0f / sqrtf(sum(squares) / group + all.eps);
+    float inverse = all.order == NO_NORM ? 1.0f : inverse_rms(squares, group, all.eps);
     each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
         vf result = load_part(value + i, lanes) * splat(inverse) * load_or_one(all.weight, from + i, lanes);
         if (all.order == NORM_FIRST) result *= load_part(gate + i, lanes);
         result *= load_or_one(r.mimo_o, from + i, lanes);
-        if (add) add_part(out + from + i, result, lanes);
-        else store_part(out + from + i, result, lanes);
+        put_part(out + from + i, result, lanes, add);
     });
 }
 
@@ -100,7 +124,7 @@ static void finish_group_backward(const FinishRank& r, int64_t from, int64_t gro
         }
         squares += u * u;
     });
-    float inverse = all.order == NO_NORM ? 1.0f : 1.0f / sqrtf(sum(squares) / group + all.eps);
+    float inverse = all.order == NO_NORM ? 1.0f : inverse_rms(squares, group, all.eps);
 
     // n, the normed value, and the gradient that reaches it; `shared` is what the root mean square passes on.
     auto normed = MK_BODY(int64_t i, int64_t lanes) {
@@ -141,8 +165,7 @@ static void finish_group_backward(const FinishRank& r, int64_t from, int64_t gro
             vf d_a = d_gate * load_part(slope + i, lanes);
             if (d.mimo_z) add_part(d.mimo_z + from + i, d_a * load_part(r.z + from + i, lanes), lanes);
             vf d_z = d_a * load_or_one(r.mimo_z, from + i, lanes);
-            if (add) add_part(d.z + from + i, d_z, lanes);
-            else store_part(d.z + from + i, d_z, lanes);
+            put_part(d.z + from + i, d_z, lanes, add);
         }
         store_part(d.y + from + i, d_u, lanes);
         if (r.x) {
@@ -151,66 +174,53 @@ static void finish_group_backward(const FinishRank& r, int64_t from, int64_t gro
             if (d.skip) add_part(d.skip + from + i, d_u * x * ones, lanes);
             if (d.mimo_x) add_part(d.mimo_x + from + i, d_u * x * skip, lanes);
             vf d_x = d_u * skip * ones;
-            if (add) add_part(d.x + from + i, d_x, lanes);
-            else store_part(d.x + from + i, d_x, lanes);
+            put_part(d.x + from + i, d_x, lanes, add);
         }
     });
 }
 
-}  // namespace MK_ISA
-
-MK_EXPORT(finish)
-(int64_t rows, int64_t ranks, int64_t width, const float* y, int64_t y_row, const float* x, int64_t x_row,
- const float* skip, const float* z, int64_t z_row, const float* mimo_x, const float* mimo_z, const float* mimo_o,
- const float* weight, int64_t group, int64_t order, float eps, float* out) {
-    using namespace MK_ISA;
-    Finish all = {rows,   ranks,  width,  group,  y,      y_row, x,  x_row, skip, z,
-                  z_row,  mimo_x, mimo_z, mimo_o, weight, order, eps};
-    int64_t tasks = count_tasks(rows, 16);
+static void finish(const FinishForward& call) {
+    const Finish& all = call.inputs;
+    const int64_t tasks = count_tasks(all.rows, 16);
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        float* kept = scratch<13>(2 * group);
-        for (int64_t row = begin_of(begin, tasks, rows); row < begin_of(end, tasks, rows); row++)
-            for (int64_t rank = 0; rank < ranks; rank++) {
+        float* kept = scratch<NORM_GROUP>(2 * all.group);
+        for (int64_t row = begin_of(begin, tasks, all.rows); row < begin_of(end, tasks, all.rows); row++)
+            for (int64_t rank = 0; rank < all.ranks; rank++) {
                 FinishRank r(all, row, rank);
-                for (int64_t from = 0; from < width; from += group)
-                    finish_group(r, from, group, rank > 0, kept, out + row * width);
+                for (int64_t from = 0; from < all.width; from += all.group)
+                    finish_group(r, from, all.group, rank > 0, kept, call.out + row * all.width);
             }
     });
 }
 
-// d_out is [rows, width]; d_y as y but contiguous. `sums` are the gradients of skip, weight, mimo_x, mimo_z and mimo_o
-// one after the other, [2 + 3 ranks, width], of which only those of given parameters are meaningful.
-MK_EXPORT(finish_backward)
-(int64_t rows, int64_t ranks, int64_t width, const float* y, int64_t y_row, const float* x, int64_t x_row,
- const float* skip, const float* z, int64_t z_row, const float* mimo_x, const float* mimo_z, const float* mimo_o,
- const float* weight, int64_t group, int64_t order, float eps, const float* d_out, int64_t d_out_row, float* d_y,
- float* d_x, int64_t d_x_row, float* d_z, int64_t d_z_row, float* sums) {
-    using namespace MK_ISA;
-    Finish all = {rows,   ranks,  width,  group,  y,      y_row, x,  x_row, skip, z,
-                  z_row,  mimo_x, mimo_z, mimo_o, weight, order, eps};
-    int64_t tasks = count_tasks(rows, 16), parts = (2 + 3 * ranks) * width;
-    float* task_sums = scratch<12>(tasks * parts);
+static void finish_backward(const FinishBackward& call) {
+    const Finish& all = call.inputs;
+    const int64_t rows = all.rows, ranks = all.ranks, width = all.width, parts = (2 + 3 * ranks) * width;
+    const int64_t tasks = count_tasks(rows, 16);
+    float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        float* kept = scratch<13>(4 * group);
+        float* kept = scratch<NORM_GROUP>(4 * all.group);
         for (int64_t task = begin; task < end; task++) {
             float* own = task_sums + task * parts;
             float *own_x = own + 2 * width, *own_z = own_x + ranks * width, *own_o = own_z + ranks * width;
             for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++)
                 for (int64_t rank = 0; rank < ranks; rank++) {
                     FinishRank r(all, row, rank);
-                    FinishGradients d = {d_y + (row * ranks + rank) * width,
-                                         d_x ? d_x + row * d_x_row : nullptr,
-                                         d_z ? d_z + row * d_z_row : nullptr,
-                                         skip ? own : nullptr,
-                                         weight ? own + width : nullptr,
-                                         mimo_x ? own_x + rank * width : nullptr,
-                                         mimo_z ? own_z + rank * width : nullptr,
-                                         mimo_o ? own_o + rank * width : nullptr};
-                    for (int64_t from = 0; from < width; from += group)
-                        finish_group_backward(r, from, group, rank > 0, d_out + row * d_out_row, kept, d);
+                    FinishGradients d = {call.d_y + (row * ranks + rank) * width,
+                                         call.d_x ? call.d_x + row * width : nullptr,
+                                         call.d_z ? call.d_z + row * width : nullptr,
+                                         all.skip ? own : nullptr,
+                                         all.weight ? own + width : nullptr,
+                                         all.mimo_x ? own_x + rank * width : nullptr,
+                                         all.mimo_z ? own_z + rank * width : nullptr,
+                                         all.mimo_o ? own_o + rank * width : nullptr};
+                    for (int64_t from = 0; from < width; from += all.group)
+                        finish_group_backward(r, from, all.group, rank > 0, call.d_out + row * call.d_out_row, kept, d);
                 }
         }
     });
-    add_tasks(task_sums, tasks, parts, sums);
+    add_tasks(task_sums, tasks, parts, call.sums);
 }
+
+}  // namespace MK_ISA

@@ -3,40 +3,68 @@
 //     v[m] = x weight[m]
 #pragma once
 
-MK_EXPORT(expand_ranks)
-(int64_t rows, int64_t ranks, int64_t width, const float* x, int64_t x_row, const float* weight, float* v) {
-    using namespace MK_ISA;
-    int64_t tasks = count_tasks(rows, 16);
+#include "border.h"
+#include "rows.h"
+#include "threads.h"
+
+namespace MK_ISA {
+
+struct ExpandRanks {
+    MK_FIELDS(ExpandRanks,
+        int64_t rows, ranks, width;
+        const float* x;  // [rows, width]
+        int64_t x_row;
+        const float* weight;  // [ranks, width]
+        float* v;             // [rows, ranks, width]
+    )
+};
+
+static void expand_ranks(const ExpandRanks& call) {
+    const int64_t width = call.width, tasks = count_tasks(call.rows, 16);
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin_of(begin, tasks, rows); row < begin_of(end, tasks, rows); row++)
-            for (int64_t rank = 0; rank < ranks; rank++)
+        for (int64_t row = begin_of(begin, tasks, call.rows); row < begin_of(end, tasks, call.rows); row++)
+            for (int64_t rank = 0; rank < call.ranks; rank++) {
+                const float *x = call.x + row * call.x_row, *weight = call.weight + rank * width;
+                float* v = call.v + (row * call.ranks + rank) * width;
                 each_vector(width, MK_BODY(int64_t i, int64_t lanes) {
-                    vf value = load_part(x + row * x_row + i, lanes) * load_part(weight + rank * width + i, lanes);
-                    store_part(v + (row * ranks + rank) * width + i, value, lanes);
+                    store_part(v + i, load_part(x + i, lanes) * load_part(weight + i, lanes), lanes);
                 });
+            }
     });
 }
 
-// d_x is [rows, width], d_weight as weight.
-MK_EXPORT(expand_ranks_backward)
-(int64_t rows, int64_t ranks, int64_t width, const float* x, int64_t x_row, const float* weight, const float* d_v,
- float* d_x, float* d_weight) {
-    using namespace MK_ISA;
-    int64_t tasks = count_tasks(rows, 16), parts = ranks * width;
-    float* task_sums = scratch<12>(tasks * parts);
+struct ExpandRanksBackward {
+    MK_FIELDS(ExpandRanksBackward,
+        int64_t rows, ranks, width;
+        const float* x;
+        int64_t x_row;
+        const float *weight, *d_v;
+        float *d_x, *d_weight;  // [rows, width], as weight
+    )
+};
+
+static void expand_ranks_backward(const ExpandRanksBackward& call) {
+    const int64_t rows = call.rows, ranks = call.ranks, width = call.width, parts = ranks * width;
+    const int64_t tasks = count_tasks(rows, 16);
+    float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
     parallel(tasks, [&](int64_t begin, int64_t end) {
         for (int64_t task = begin; task < end; task++)
-            for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++)
+            for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++) {
+                const float *x = call.x + row * call.x_row, *d_v = call.d_v + row * parts;
+                float *d_x = call.d_x + row * width, *sums = task_sums + task * parts;
                 each_vector(width, MK_BODY(int64_t i, int64_t lanes) {
-                    vf value = load_part(x + row * x_row + i, lanes), d_value = {};
-                    for (int64_t rank = 0; rank < ranks; rank++) {
-                        vf d = load_part(d_v + (row * ranks + rank) * width + i, lanes);
-                        d_value += d * load_part(weight + rank * width + i, lanes);
-                        add_part(task_sums + task * parts + rank * width + i, d * value, lanes);
+                    vf value = load_part(x + i, lanes), d_value = {};
+                    for (int64_t at = i; at < parts; at += width) {
+                        vf d = load_part(d_v + at, lanes);
+                        d_value += d * load_part(call.weight + at, lanes);
+                        add_part(sums + at, d * value, lanes);
                     }
-                    store_part(d_x + row * width + i, d_value, lanes);
+                    store_part(d_x + i, d_value, lanes);
                 });
+            }
     });
-    add_tasks(task_sums, tasks, parts, d_weight);
+    add_tasks(task_sums, tasks, parts, call.d_weight);
 }
+
+}  // namespace MK_ISA

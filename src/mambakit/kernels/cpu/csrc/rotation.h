@@ -3,6 +3,10 @@
 //     theta_t = theta_{t-1} + dt_t rate_t,    rate_t = range pi tanh(rot_t)        per head and angle
 #pragma once
 
+#include "border.h"
+#include "rows.h"
+#include "threads.h"
+
 namespace MK_ISA {
 
 constexpr int64_t TURN_BLOCK = 64;  // tokens of one task
@@ -37,43 +41,29 @@ MK_INLINE double exp_of_negative(double x) {
     return p * scale;
 }
 
+MK_INLINE double tanh_of(double x) {
+    double e = exp_of_negative(x < 0 ? 2 * x : -2 * x), tanh = (1 - e) / (1 + e);
+    return x < 0 ? -tanh : tanh;
+}
+
 // The same direction in [-pi, pi].
 MK_INLINE double wrapped(double angle) {
     const double magic = 6755399441055744.0;
     return angle - FULL_TURN * ((angle * (1 / FULL_TURN) + magic) - magic);
 }
 
-// For |x| of a few turns, to 2 units in the last place of 1.
-MK_INLINE void vsincos(vf x, vf& sine, vf& cosine) {
-    const vf magic = splat(12582912.0f);
-    vf shifted = x * splat(0.636619772f) + magic;
-    vf n = shifted - magic;
-    vi quarter = (vi)shifted;  // its low bits are n
-    vf r = n * splat(-1.5703125f) + x;  // pi / 2 in three parts, the first two short enough for exact products
-    r = n * splat(-4.83751296997e-4f) + r;
-    r = n * splat(-7.54978995489e-8f) + r;
-    vf z = r * r;
-    vf s = splat(-1.9515295891e-4f) * z + splat(8.3321608736e-3f);
-    s = (s * z + splat(-1.6666654611e-1f)) * z * r + r;
-    vf c = splat(2.443315711809948e-5f) * z + splat(-1.388731625493765e-3f);
-    c = (c * z + splat(4.166664568298827e-2f)) * z * z + splat(-0.5f) * z + splat(1.0f);
-    vi odd = (quarter & splat_int(1)) != splat_int(0);
-    vi sine_sign = (quarter & splat_int(2)) << 30;
-    vi cosine_sign = ((quarter + splat_int(1)) & splat_int(2)) << 30;
-    sine = (vf)((vi)choose(odd, c, s) ^ sine_sign);
-    cosine = (vf)((vi)choose(odd, s, c) ^ cosine_sign);
-}
-
 struct Turns {
-    int64_t batch, length, heads, angles;
-    const float* rot;  // [batch, length, angles]
-    int64_t rot_batch, rot_token;
-    const float* dt;  // [batch, length, heads]
-    double range;     // of a rate: range pi
-    const float* before;  // [batch, heads, angles], null: zeros
-    const int64_t* segments;  // [batch, length], or null
+    MK_FIELDS(Turns,
+        int64_t batch, length, heads, angles;
+        const float* rot;  // [batch, length, angles]
+        int64_t rot_batch, rot_token;
+        const float* dt;          // [batch, length, heads]
+        double range;             // of a rate: range pi
+        const float* before;      // [batch, heads, angles], null: zeros
+        const int64_t* segments;  // [batch, length], or null
+    )
 
-    int64_t blocks() const { return length ? (length + TURN_BLOCK - 1) / TURN_BLOCK : 1; }
+    int64_t blocks() const { return length ? ceil_div(length, TURN_BLOCK) : 1; }
     int64_t first(int64_t block) const { return block * TURN_BLOCK; }
     int64_t last(int64_t block) const { return least(first(block) + TURN_BLOCK, length); }  // one beyond
     int64_t size() const { return heads * angles; }
@@ -90,10 +80,7 @@ struct Turns {
     }
     void rates(int64_t row, int64_t t, double* rate) const {
         const float* from = rot + row * rot_batch + t * rot_token;
-        for (int64_t a = 0; a < angles; a++) {
-            double x = from[a], e = exp_of_negative(x < 0 ? 2 * x : -2 * x), tanh = (1 - e) / (1 + e);
-            rate[a] = range * (x < 0 ? -tanh : tanh);
-        }
+        for (int64_t a = 0; a < angles; a++) rate[a] = range * tanh_of(from[a]);
     }
     // The running angles from before token t to after it.
     void advance(int64_t row, int64_t t, const double* rate, double* angle) const {
@@ -109,7 +96,7 @@ static void angles_before_blocks(const Turns& turns, double* entering, float* af
     int64_t blocks = turns.blocks(), size = turns.size();
     // Blocks by themselves first: what each of them adds.
     parallel(turns.batch * blocks, [&](int64_t begin, int64_t end) {
-        double* rate = (double*)scratch<14>(2 * turns.angles);
+        double* rate = (double*)scratch<TURN_RATES>(2 * turns.angles);
         for (int64_t task = begin; task < end; task++) {
             int64_t row = task / blocks, block = task % blocks;
             double* angle = entering + task * size;
@@ -120,7 +107,7 @@ static void angles_before_blocks(const Turns& turns, double* entering, float* af
             }
         }
     });
-    double* running = (double*)scratch<14>(2 * size);
+    double* running = (double*)scratch<TURN_ANGLES>(2 * size);
     for (int64_t row = 0; row < turns.batch; row++) {
         for (int64_t i = 0; i < size; i++) running[i] = turns.before ? wrapped(turns.before[row * size + i]) : 0.0;
         for (int64_t block = 0; block < blocks; block++) {
@@ -152,7 +139,7 @@ static void angles_backward(const Turns& turns, double* sums, const float* d_the
         }
     });
     // Then what reaches each block from behind.
-    double* running = (double*)scratch<14>(2 * size);
+    double* running = (double*)scratch<TURN_ANGLES>(2 * size);
     for (int64_t row = 0; row < turns.batch; row++) {
         for (int64_t i = 0; i < size; i++) running[i] = d_after ? d_after[row * size + i] : 0.0;
         for (int64_t block = blocks - 1; block >= 0; block--) {
@@ -168,7 +155,7 @@ static void angles_backward(const Turns& turns, double* sums, const float* d_the
         for (int64_t i = 0; i < size; i++) d_before[row * size + i] = (float)running[i];
     }
     parallel(turns.batch * blocks, [&](int64_t begin, int64_t end) {
-        double* rate = (double*)scratch<14>(4 * turns.angles);
+        double* rate = (double*)scratch<TURN_RATES>(4 * turns.angles);
         double* d_rate = rate + turns.angles;
         for (int64_t task = begin; task < end; task++) {
             int64_t row = task / blocks;
@@ -211,18 +198,27 @@ MK_INLINE vf doubled(const float* x, uint32_t flip) {
     return (vf)((wide | (wide << 32)) ^ (flip - vl{}));
 }
 
+// The entries of a state that turn: the first 2 `angles` with their neighbours, or `angles` of each half.
+struct Pairs {
+    MK_FIELDS(Pairs,
+        int64_t state, angles;
+        bool neighbours;
+    )
+};
+
 // Factors of one head's turn, by entry of the state: cosine for itself, sine for its partner, negative for the first of
 // a pair. What does not turn has none.
 struct Turn {
     float *cosine, *sine;  // [state], with room for two more vectors
     float* angle;          // [angles]
 
-    void of(const double* angles, int64_t count, bool neighbours, int64_t state) {
-        for (int64_t a = 0; a < count; a++) angle[a] = (float)angles[a];
-        each_vector(count, MK_BODY(int64_t a, int64_t lanes) {
+    template <class Angle>
+    void of(const Angle* angles, const Pairs& pairs) {
+        for (int64_t a = 0; a < pairs.angles; a++) angle[a] = (float)angles[a];
+        each_vector(pairs.angles, MK_BODY(int64_t a, int64_t lanes) {
             vf s, c;
-            vsincos(load_part(angle + a, lanes), s, c);
-            if (neighbours) {
+            vsincos(load_part(angle + a, lanes), &s, &c);
+            if (pairs.neighbours) {
                 float cosines[MK_WIDTH], sines[MK_WIDTH];
                 store(cosines, c);
                 store(sines, s);
@@ -232,12 +228,52 @@ struct Turn {
                 }
             } else {
                 store_part(cosine + a, c, lanes);
-                store_part(cosine + state / 2 + a, c, lanes);
+                store_part(cosine + pairs.state / 2 + a, c, lanes);
                 store_part(sine + a, -s, lanes);
-                store_part(sine + state / 2 + a, s, lanes);
+                store_part(sine + pairs.state / 2 + a, s, lanes);
             }
         });
     }
 };
+
+// body(i, j, lanes) over the entries that turn, in vectors: those from i on have their partners from j on. Neighbours
+// share a vector (i == j); an even number of lanes keeps pairs together.
+template <class Body>
+MK_INLINE void each_turning(const Pairs& pairs, const Body& body) {
+    const int64_t angles = pairs.angles, half = pairs.state / 2;
+    if (pairs.neighbours) each_vector(2 * angles, MK_BODY(int64_t i, int64_t lanes) { body(i, i, lanes); });
+    else each_vector(angles, MK_BODY(int64_t i, int64_t lanes) {
+        body(i, half + i, lanes);
+        body(half + i, i, lanes);
+    });
+}
+
+// body(i, lanes) over the entries that do not.
+template <class Body>
+MK_INLINE void each_still(const Pairs& pairs, const Body& body) {
+    const int64_t angles = pairs.angles, half = pairs.state / 2;
+    if (pairs.neighbours) {
+        each_vector(pairs.state - 2 * angles, MK_BODY(int64_t i, int64_t lanes) { body(2 * angles + i, lanes); });
+        return;
+    }
+    each_vector(half - angles, MK_BODY(int64_t i, int64_t lanes) { body(angles + i, lanes); });
+    each_vector(pairs.state - half - angles, MK_BODY(int64_t i, int64_t lanes) { body(half + angles + i, lanes); });
+}
+
+// The vector at j as its partners see it: neighbours swap places.
+MK_INLINE vf across(const Pairs& pairs, vf x) { return pairs.neighbours ? swap_neighbours(x) : x; }
+
+// out = turn (normed + bias)
+static void turn_line(const Pairs& pairs, const Turn& turn, const float* normed, const float* bias, float* out) {
+    each_turning(pairs, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
+        vf own = load_part(normed + i, lanes) + load_part(bias + i, lanes);
+        vf other = across(pairs, load_part(normed + j, lanes) + load_part(bias + j, lanes));
+        vf turned = own * load_part(turn.cosine + i, lanes) + other * load_part(turn.sine + i, lanes);
+        store_part(out + i, turned, lanes);
+    });
+    each_still(pairs, MK_BODY(int64_t i, int64_t lanes) {
+        store_part(out + i, load_part(normed + i, lanes) + load_part(bias + i, lanes), lanes);
+    });
+}
 
 }  // namespace MK_ISA

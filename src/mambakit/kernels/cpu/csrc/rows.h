@@ -1,11 +1,9 @@
 // Loops over the channels of a token, and over tokens in tasks.
 #pragma once
 
-namespace MK_ISA {
+#include "vec.h"
 
-// A method, and a lambda, that becomes part of its caller, so that vectors stay in registers.
-#define MK_INSIDE inline __attribute__((always_inline))
-#define MK_BODY(...) [&](__VA_ARGS__) __attribute__((always_inline))
+namespace MK_ISA {
 
 // body(i, lanes) over [0, n): `lanes` floats from i on, W of them in every call but the last.
 template <class Body>
@@ -16,6 +14,14 @@ MK_INLINE void each_vector(int64_t n, const Body& body) {
 }
 
 MK_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
+
+// A number that is known to the compiler, as an argument.
+template <int n>
+struct Count {
+    static constexpr int value = n;
+};
 
 // Pointers to nothing may be null, which memset and memcpy do not take.
 template <class T>
@@ -28,12 +34,16 @@ MK_INLINE void copy(const T* from, int64_t n, T* to) {
 }
 
 MK_INLINE void add_part(float* to, vf x, int64_t lanes) { store_part(to, load_part(to, lanes) + x, lanes); }
+MK_INLINE void put_part(float* to, vf x, int64_t lanes, bool add) {
+    if (add) add_part(to, x, lanes);
+    else store_part(to, x, lanes);
+}
 
 // Tokens go to a number of tasks that does not depend on the number of threads, nor do sums over them.
 constexpr int64_t MOST_TASKS = 32;
 
 MK_INLINE int64_t count_tasks(int64_t rows, int64_t rows_each) {
-    int64_t tasks = (rows + rows_each - 1) / rows_each;
+    int64_t tasks = ceil_div(rows, rows_each);
     return tasks < 1 ? 1 : tasks > MOST_TASKS ? MOST_TASKS : tasks;
 }
 MK_INLINE int64_t begin_of(int64_t task, int64_t tasks, int64_t rows) { return rows * task / tasks; }
@@ -47,7 +57,24 @@ static void add_tasks(const float* parts, int64_t tasks, int64_t n, float* total
     });
 }
 
-// The derivative of silu at x, given sigmoid(x).
-MK_INLINE vf silu_slope(vf x, vf gate) { return gate + x * gate * (splat(1.0f) - gate); }
+// 1 / sqrt(mean(x^2) + eps), from the sum of the n squares and from the numbers themselves.
+MK_INLINE float inverse_rms(vf squares, int64_t n, float eps) { return 1.0f / sqrtf(sum(squares) / n + eps); }
+MK_INLINE float inverse_rms(const float* x, int64_t n, float eps) {
+    vf squares = {};
+    each_vector(n, MK_BODY(int64_t i, int64_t lanes) {
+        vf part = load_part(x + i, lanes);
+        squares += part * part;
+    });
+    return inverse_rms(squares, n, eps);
+}
+
+// y = x / sqrt(mean(x^2) + eps) weight; returns the factor without the weight.
+MK_INLINE float rms_norm(const float* x, int64_t n, const float* weight, float eps, float* y) {
+    const float inverse = inverse_rms(x, n, eps);
+    each_vector(n, MK_BODY(int64_t i, int64_t lanes) {
+        store_part(y + i, load_part(x + i, lanes) * splat(inverse) * load_part(weight + i, lanes), lanes);
+    });
+    return inverse;
+}
 
 }  // namespace MK_ISA

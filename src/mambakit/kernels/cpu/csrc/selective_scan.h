@@ -10,22 +10,31 @@
 // registers.
 #pragma once
 
+#include "border.h"
+#include "rows.h"
+#include "threads.h"
+#include "vec.h"
+
 namespace MK_ISA::scan {
 
 // A tensor with an entry per row and token, its last axis contiguous; the other strides count elements.
 struct PerToken {
-    const float* data;
-    int64_t row, token, group;
+    MK_FIELDS(PerToken,
+        const float* data;
+        int64_t row, token, group;
+    )
 };
 
 // The inputs, as the Python side fills them in. Pointers to what is absent are null.
 struct Scan {
-    int64_t rows, tokens, groups, channels, rank;  // `channels` of one group
-    int64_t part_channels;                         // at most, in one part
-    int64_t softplus;
-    PerToken x, dt, z, b, c;
-    const float *a_ir, *state_bir, *skip_i, *dt_bias_i;
-    const uint8_t* fresh_bs;  // tokens that start from a zero state
+    MK_FIELDS(Scan,
+        int64_t rows, tokens, groups, channels, rank;  // `channels` of one group
+        int64_t part_channels;                         // at most, in one part
+        int64_t softplus;
+        PerToken x, dt, z, b, c;
+        const float *a_ir, *state_bir, *skip_i, *dt_bias_i;
+        const uint8_t* fresh_bs;  // tokens that start from a zero state
+    )
 };
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
@@ -75,13 +84,9 @@ struct Part {
     }
 };
 
-MK_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
-MK_INLINE int64_t parts_of_group(const Scan& s) { return (s.channels + s.part_channels - 1) / s.part_channels; }
-
 template <class Body>
 static void for_parts(const Scan& s, const Body& body) {
-    int64_t in_group = parts_of_group(s);
+    int64_t in_group = ceil_div(s.channels, s.part_channels);
     parallel(s.rows * s.groups * in_group, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; n++) {
             Part part;
@@ -89,19 +94,15 @@ static void for_parts(const Scan& s, const Body& body) {
             part.group = n / in_group % s.groups;
             part.row = n / in_group / s.groups;
             int64_t start = part.index * s.part_channels;
-            part.channels = min_of(s.part_channels, s.channels - start);
+            part.channels = least(s.part_channels, s.channels - start);
             part.first = part.group * s.channels + start;
-            part.vectors = (part.channels + W - 1) / W;
+            part.vectors = ceil_div(part.channels, W);
             body(part);
         }
     });
 }
 
 // body(Count<n>, first) for runs of n states that cover [0, rank): as many of `most` as fit, then halves of it.
-template <int n>
-struct Count {
-    static constexpr int value = n;
-};
 template <int most, class Body>
 MK_INLINE void for_states(int64_t rank, int64_t first, const Body& body) {
     for (; first + most <= rank; first += most) body(Count<most>(), first);
@@ -115,7 +116,7 @@ MK_INLINE int64_t place(int64_t v, int64_t t) { return (v * BLOCK + t) * W; }
 // Rows of `rank` numbers, `stride` apart and one per channel, as vectors of channels [vector][state][lane], times
 // `factor`; zeros beyond the last channel, and everywhere for null.
 static void gather_states(const Part& part, const float* rows, int64_t stride, int64_t rank, float factor, float* to) {
-    memset(to, 0, part.vectors * rank * W * sizeof(float));
+    clear(to, part.vectors * rank * W);
     if (!rows) return;
     for (int64_t i = 0; i < part.channels; i++)
         for (int64_t r = 0; r < rank; r++) to[(i / W * rank + r) * W + i % W] = factor * rows[i * stride + r];
@@ -211,33 +212,46 @@ static void write_outputs(const Scan& s, const Part& part, const Block& block, c
         }
 }
 
-static void scan_part(const Scan& s, const Part& part, float* y_bsi, float* last_bir) {
+struct ScanForward {
+    MK_FIELDS(ScanForward,
+        Scan inputs;
+        float *y_bsi, *last_bir;
+    )
+};
+
+static void scan_part(const Part& part, const ScanForward& call) {
+    const Scan& s = call.inputs;
     int64_t states = part.vectors * s.rank * W, tokens = part.vectors * BLOCK * W;
-    float* a = scratch<0>(2 * states + 3 * tokens);
+    float* a = scratch<SCAN_PART>(2 * states + 3 * tokens);
     float *h = a + states, *y = h + states;
     Block block = {0, 0, y + tokens, y + 2 * tokens};
     int64_t matrix = part.first * s.rank, of_row = part.row * s.groups * s.channels * s.rank + matrix;
     gather_states(part, s.a_ir + matrix, s.rank, s.rank, LOG2_E, a);
     gather_states(part, s.state_bir ? s.state_bir + of_row : nullptr, s.rank, s.rank, 1.0f, h);
     for (; block.begin < s.tokens; block.begin += BLOCK) {
-        block.count = min_of(BLOCK, s.tokens - block.begin);
+        block.count = least(BLOCK, s.tokens - block.begin);
         gather_tokens(s, part, block);
-        memset(y, 0, tokens * sizeof(float));
+        clear(y, tokens);
         int64_t next = block.begin + BLOCK;
-        Lookahead ahead = {part, {s.x, s.dt, s.z}, next, min_of(next + BLOCK, s.tokens)};
+        Lookahead ahead = {part, {s.x, s.dt, s.z}, next, least(next + BLOCK, s.tokens)};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<W>(s.rank, 0, [&](auto n, int64_t first) {
                 int64_t at = (v * s.rank + first) * W;
                 scan_states<n.value, true>(s, part, block, v, first, a + at, h + at, y + place(v, 0), ahead);
             });
-        write_outputs(s, part, block, y, y_bsi);
+        write_outputs(s, part, block, y, call.y_bsi);
     }
-    scatter_states(part, h, s.rank, last_bir + of_row, s.rank);
+    scatter_states(part, h, s.rank, call.last_bir + of_row, s.rank);
 }
 
 }  // namespace MK_ISA::scan
 
-MK_EXPORT(selective_scan)(const MK_ISA::scan::Scan* inputs, float* y_bsi, float* last_bir) {
-    using namespace MK_ISA::scan;
-    for_parts(*inputs, [&](const Part& part) { scan_part(*inputs, part, y_bsi, last_bir); });
+namespace MK_ISA {
+
+using scan::ScanForward;
+
+static void selective_scan(const ScanForward& call) {
+    scan::for_parts(call.inputs, [&](const scan::Part& part) { scan_part(part, call); });
 }
+
+}  // namespace MK_ISA

@@ -17,12 +17,15 @@
 
 namespace MK_ISA::scan {
 
-// What comes in beside the inputs of the forward, and where the gradients go; null for those that are not wanted. All
-// but `dy` are contiguous. Sums over rows, and over the parts `k` of a group, are left to the caller.
-struct ScanGradients {
-    PerToken dy;
-    const float* d_last_bir;
-    float *dx_bsi, *d_dt_bsi, *dz_bsi, *da_bir, *db_kbsgr, *dc_kbsgr, *d_state_bir, *d_skip_bi, *d_dt_bias_bi;
+// The inputs of the forward, what comes in beside them, and where the gradients go; null for those that are not wanted.
+// All but `dy` are contiguous. Sums over rows, and over the parts `k` of a group, are left to the caller.
+struct ScanBackward {
+    MK_FIELDS(ScanBackward,
+        Scan inputs;
+        PerToken dy;
+        const float* d_last_bir;
+        float *dx_bsi, *d_dt_bsi, *dz_bsi, *da_bir, *db_kbsgr, *dc_kbsgr, *d_state_bir, *d_skip_bi, *d_dt_bias_bi;
+    )
 };
 
 constexpr int64_t RUN = 16;  // states that go through the sequence together
@@ -115,16 +118,10 @@ static void scan_states_back(
     for (int r = 0; r < n; r++) store(g + r * W, link[r]), store(da + r * W, da_r[r]);
 }
 
-// to[0..lanes) = x, or += x.
-MK_INLINE void put(float* to, vf x, int64_t lanes, bool add) {
-    if (!to) return;
-    store_part(to, add ? load_part(to, lanes) + x : x, lanes);
-}
-
 // The gradients per token and channel. All are linear in the sums over states, so each run of states adds its share;
 // the first also has what does not depend on states. Adds to d_skip and d_dt_bias, [vector][lane].
 static void write_gradients(
-    const Scan& s, const Part& part, const ScanGradients& grads, const BackwardBlock& block, bool add, float* d_skip,
+    const Scan& s, const Part& part, const ScanBackward& grads, const BackwardBlock& block, bool add, float* d_skip,
     float* d_dt_bias) {
     int64_t width = s.groups * s.channels;
     for (int64_t t = 0; t < block.count; t++)
@@ -141,14 +138,13 @@ static void write_gradients(
                 y += skip * x;
                 store(d_skip + v * W, load(d_skip + v * W) + x * dy);
             }
-            put(grads.dx_bsi ? grads.dx_bsi + out : nullptr, dx, lanes, add);
-            put(grads.d_dt_bsi ? grads.d_dt_bsi + out : nullptr, d_dt, lanes, add);
+            if (grads.dx_bsi) put_part(grads.dx_bsi + out, dx, lanes, add);
+            if (grads.d_dt_bsi) put_part(grads.d_dt_bsi + out, d_dt, lanes, add);
             store(d_dt_bias + v * W, load(d_dt_bias + v * W) + d_dt);
             if (grads.dz_bsi) {
                 vf z = load_part(part.at(s.z, token, v), lanes), open = sigmoid_of(z);
-                vf slope = open * (splat(1.0f) + z * (splat(1.0f) - open));  // of silu
                 vf d_gated = load_part(part.at(grads.dy, token, v), lanes);
-                put(grads.dz_bsi + out, d_gated * y * slope, lanes, add);
+                put_part(grads.dz_bsi + out, d_gated * y * silu_slope(z, open), lanes, add);
             }
         }
 }
@@ -166,12 +162,12 @@ static void write_channel_sums(
 
 // The states [first, first + n) of a part, through the whole sequence and back.
 static void scan_run_back(
-    const Scan& s, const Part& part, const ScanGradients& grads, int64_t first, int64_t n, float* d_skip,
+    const Scan& s, const Part& part, const ScanBackward& grads, int64_t first, int64_t n, float* d_skip,
     float* d_dt_bias) {
-    int64_t blocks = (s.tokens + BLOCK - 1) / BLOCK;
+    int64_t blocks = ceil_div(s.tokens, BLOCK);
     int64_t states = part.vectors * n * W, tokens = part.vectors * BLOCK * W, few = BLOCK * FEW * W;
     int64_t run = BLOCK * RUN * W;
-    float* next = scratch<0>((blocks + 4) * states + 7 * tokens + 2 * few + 2 * run);
+    float* next = scratch<SCAN_PART>((blocks + 4) * states + 7 * tokens + 2 * few + 2 * run);
     auto take = [&](int64_t floats) { return (next += floats) - floats; };
     float *a = take(states), *g = take(states), *da = take(states);
     float* entering = take((blocks + 1) * states);  // the state before each block
@@ -185,15 +181,15 @@ static void scan_run_back(
     gather_states(part, s.a_ir + matrix, s.rank, n, LOG2_E, a);
     gather_states(part, s.state_bir ? s.state_bir + of_row : nullptr, s.rank, n, 1.0f, entering);
     gather_states(part, grads.d_last_bir + of_row, s.rank, n, 1.0f, g);
-    memset(da, 0, states * sizeof(float));
+    clear(da, states);
 
     for (int64_t m = 0; m + 1 < blocks; m++) {
         float* h = entering + (m + 1) * states;
-        memcpy(h, h - states, states * sizeof(float));
+        copy(h - states, states, h);
         block.begin = m * BLOCK, block.count = BLOCK;
         gather_tokens(s, part, block);
         int64_t next = block.begin + BLOCK;
-        Lookahead ahead = {part, {s.x, s.dt}, next, min_of(next + BLOCK, s.tokens)};
+        Lookahead ahead = {part, {s.x, s.dt}, next, least(next + BLOCK, s.tokens)};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<W>(n, 0, [&](auto count, int64_t r) {
                 int64_t at = (v * n + r) * W;
@@ -201,10 +197,10 @@ static void scan_run_back(
             });
     }
     for (int64_t m = blocks - 1; m >= 0; m--) {
-        block.begin = m * BLOCK, block.count = min_of(BLOCK, s.tokens - block.begin);
+        block.begin = m * BLOCK, block.count = least(BLOCK, s.tokens - block.begin);
         gather_tokens_backward(s, part, grads.dy, block);
-        memset(block.y, 0, 3 * tokens * sizeof(float));
-        memset(block.db, 0, 2 * run * sizeof(float));
+        clear(block.y, 3 * tokens);
+        clear(block.db, 2 * run);
         Lookahead ahead = {part, {s.x, s.dt, s.z, grads.dy}, m ? block.begin - BLOCK : 0, block.begin};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<FEW>(n, 0, [&](auto count, int64_t r) {
@@ -220,19 +216,24 @@ static void scan_run_back(
     if (grads.d_state_bir) scatter_states(part, g, n, grads.d_state_bir + of_row, s.rank);
 }
 
-static void scan_part_back(const Scan& s, const Part& part, const ScanGradients& grads) {
-    float *d_skip = scratch<1>(2 * part.vectors * W), *d_dt_bias = d_skip + part.vectors * W;
-    memset(d_skip, 0, 2 * part.vectors * W * sizeof(float));
+static void scan_part_back(const Scan& s, const Part& part, const ScanBackward& grads) {
+    float *d_skip = scratch<SCAN_SUMS>(2 * part.vectors * W), *d_dt_bias = d_skip + part.vectors * W;
+    clear(d_skip, 2 * part.vectors * W);
     for (int64_t first = 0; first == 0 || first < s.rank; first += RUN)  // once without states: there is the skip
-        scan_run_back(s, part, grads, first, min_of(RUN, s.rank - first), d_skip, d_dt_bias);
+        scan_run_back(s, part, grads, first, least(RUN, s.rank - first), d_skip, d_dt_bias);
     int64_t out = part.row * s.groups * s.channels + part.first;
-    if (grads.d_skip_bi) memcpy(grads.d_skip_bi + out, d_skip, part.channels * sizeof(float));
-    if (grads.d_dt_bias_bi) memcpy(grads.d_dt_bias_bi + out, d_dt_bias, part.channels * sizeof(float));
+    if (grads.d_skip_bi) copy(d_skip, part.channels, grads.d_skip_bi + out);
+    if (grads.d_dt_bias_bi) copy(d_dt_bias, part.channels, grads.d_dt_bias_bi + out);
 }
 
 }  // namespace MK_ISA::scan
 
-MK_EXPORT(selective_scan_backward)(const MK_ISA::scan::Scan* inputs, const MK_ISA::scan::ScanGradients* grads) {
-    using namespace MK_ISA::scan;
-    for_parts(*inputs, [&](const Part& part) { scan_part_back(*inputs, part, *grads); });
+namespace MK_ISA {
+
+using scan::ScanBackward;
+
+static void selective_scan_backward(const ScanBackward& call) {
+    scan::for_parts(call.inputs, [&](const scan::Part& part) { scan_part_back(call.inputs, part, call); });
 }
+
+}  // namespace MK_ISA

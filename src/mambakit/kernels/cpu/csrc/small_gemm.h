@@ -4,20 +4,15 @@
 // at a time, by row or transposed, so it needs no packing.
 #pragma once
 
+#include "rows.h"
+#include "vec.h"
+
 namespace MK_ISA {
 
 // The largest tile, ROWS x COLS vectors: accumulators, one row of the right factor and one number of the left one fit
 // the registers (32 for AVX-512, 16 else; without FMA a product needs one more).
 constexpr int ROWS = W == 4 ? 4 : 6;
 constexpr int COLS = W == 16 ? 4 : 2;
-
-constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-MK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-template <int n>
-struct Count {
-    static constexpr int value = n;
-};
 
 // f(Count<M>, i) for tiles of M rows from row i that cover `rows`; as few sizes as keep the remainders fast.
 template <class F>
@@ -42,19 +37,18 @@ MK_INLINE void column_tiles(int64_t vectors, const F& f) {
 
 // Loops over a tile have to vanish, or the tile would lie in memory instead of registers.
 #define MK_UNROLLED _Pragma("GCC unroll 8") for
-#define MK_MEMBER inline __attribute__((always_inline))
 
 template <int M, int N>
 struct Tile {
     vf at[M][N];
 
-    MK_MEMBER void clear() {
+    MK_INSIDE void clear() {
         MK_UNROLLED(int i = 0; i < M; i++) MK_UNROLLED(int j = 0; j < N; j++) at[i][j] = vf{};
     }
 
     // += a b over `count` terms. The left factor's element (i, k) is a[i * lda + k], transposed a[k * lda + i].
     template <bool transposed>
-    MK_MEMBER void add_product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t count) {
+    MK_INSIDE void add_product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t count) {
         for (int64_t k = 0; k < count; k++) {
             vf right[N];
             MK_UNROLLED(int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * W);
@@ -65,17 +59,17 @@ struct Tile {
         }
     }
 
-    MK_MEMBER void scale_rows(const float* by) {
+    MK_INSIDE void scale_rows(const float* by) {
         MK_UNROLLED(int i = 0; i < M; i++) MK_UNROLLED(int j = 0; j < N; j++) at[i][j] *= splat(by[i]);
     }
 
     // += scale * from
-    MK_MEMBER void add_scaled(float scale, const float* from, int64_t ld) {
+    MK_INSIDE void add_scaled(float scale, const float* from, int64_t ld) {
         MK_UNROLLED(int i = 0; i < M; i++)
             MK_UNROLLED(int j = 0; j < N; j++) at[i][j] += splat(scale) * load(from + i * ld + j * W);
     }
 
-    MK_MEMBER void store_to(float* to, int64_t ld) const {
+    MK_INSIDE void store_to(float* to, int64_t ld) const {
         MK_UNROLLED(int i = 0; i < M; i++) MK_UNROLLED(int j = 0; j < N; j++) store(to + i * ld + j * W, at[i][j]);
     }
 };
@@ -115,7 +109,7 @@ static void transpose(const float* from, int64_t ld_from, int64_t rows, int64_t 
     for (int64_t i = 0; i < width; i += W)
         for (int64_t j = 0; j < columns; j += W) {
             vf block[MK_WIDTH] = {};
-            int64_t high = smaller(W, rows - i), wide = smaller(W, columns - j);
+            int64_t high = least(W, rows - i), wide = least(W, columns - j);
             if (high == W && wide == W) {
 #pragma GCC unroll 16
                 for (int k = 0; k < W; k++) block[k] = load(from + (i + k) * ld_from + j);
@@ -123,7 +117,7 @@ static void transpose(const float* from, int64_t ld_from, int64_t rows, int64_t 
                 for (int64_t k = 0; k < high; k++) block[k] = load_part(from + (i + k) * ld_from + j, wide);
             }
             transpose_block(block);
-            int64_t part = smaller(W, width - i);
+            int64_t part = least(W, width - i);
             if (part == W && wide == W) {
 #pragma GCC unroll 16
                 for (int k = 0; k < W; k++) store(to + (j + k) * ld_to + i, block[k]);

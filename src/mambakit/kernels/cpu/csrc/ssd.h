@@ -6,30 +6,37 @@
 // zeros to whole vectors: capital letters are padded sizes.
 #pragma once
 
+#include "border.h"
+#include "rows.h"
 #include "small_gemm.h"
+#include "threads.h"
 
 namespace MK_ISA {
 namespace ssd {
 
 // A tensor whose first two axes are batch and token, with their strides; the other axes are contiguous.
 struct Sequence {
-    const float* data;
-    int64_t batch_stride, token_stride;
+    MK_FIELDS(Sequence,
+        const float* data;
+        int64_t batch_stride, token_stride;
+    )
 
     const float* at(int64_t batch, int64_t token) const { return data + batch * batch_stride + token * token_stride; }
 };
 
-struct Arguments {
-    int64_t b, s, m, h, p, g, r, chunk_len;
-    Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
-    const int64_t* segments_bs;  // or null
-    const float* state_bhpr;
+struct Ssd {
+    MK_FIELDS(Ssd,
+        int64_t b, s, m, h, p, g, r, chunk_len;
+        Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
+        const int64_t* segments_bs;  // or null
+        const float* state_bhpr;
+    )
 
     int64_t rows() const { return chunk_len * m; }
     int64_t P() const { return round_up(p, W); }
     int64_t R() const { return round_up(r, W); }
     int64_t Q() const { return round_up(rows(), W); }
-    int64_t chunks() const { return (s + chunk_len - 1) / chunk_len; }
+    int64_t chunks() const { return ceil_div(s, chunk_len); }
 };
 
 // Hands out pieces of one block of memory. Without a block it only counts: lay out twice, first to learn the size.
@@ -57,10 +64,10 @@ struct Chunk {
     int64_t* first_row;  // of the token's sequence in this chunk, per token
 };
 
-static void cut(const Arguments& x, int64_t batch, int64_t index, Chunk& c) {
+static void cut(const Ssd& x, int64_t batch, int64_t index, Chunk& c) {
     c.batch = batch;
     c.start = index * x.chunk_len;
-    c.len = smaller(x.chunk_len, x.s - c.start);
+    c.len = least(x.chunk_len, x.s - c.start);
     c.q = c.len * x.m;
     c.continuing = c.len;
     c.leaving = 0;
@@ -73,7 +80,7 @@ static void cut(const Arguments& x, int64_t batch, int64_t index, Chunk& c) {
             bool same = ids[l] == ids[l - 1];
             c.first_row[l] = same ? c.first_row[l - 1] : l * x.m;
             if (same) continue;
-            c.continuing = smaller(c.continuing, l);
+            c.continuing = least(c.continuing, l);
             c.leaving = l;
         }
     }
@@ -89,7 +96,7 @@ struct Decays {
     float over;          // exp(a_end), 0 unless one sequence fills the chunk
     double* sum;
 
-    void lay_out(Arena& arena, const Arguments& x) {
+    void lay_out(Arena& arena, const Ssd& x) {
         sum_high = arena.floats(x.Q());
         sum_low = arena.floats(x.Q());
         w_now = arena.floats(x.Q());
@@ -100,7 +107,7 @@ struct Decays {
     }
 };
 
-static void find_decays(const Arguments& x, const Chunk& c, int64_t head, Decays& d) {
+static void find_decays(const Ssd& x, const Chunk& c, int64_t head, Decays& d) {
     double a = 0;
     for (int64_t l = 0; l < c.len; l++) {
         a += (double)x.da_bsh.at(c.batch, c.start + l)[head];
@@ -138,7 +145,7 @@ MK_INLINE vi column_numbers(int64_t from) {
 }
 
 // Decay from the writers in columns [at, at + W) to token l reading them, 0 unless they are earlier and of its sequence.
-MK_INLINE vf pair_decay(const Arguments& x, const Chunk& c, const Decays& d, int64_t l, int64_t at) {
+MK_INLINE vf pair_decay(const Ssd& x, const Chunk& c, const Decays& d, int64_t l, int64_t at) {
     int64_t row = l * x.m;
     vf gap = (splat(d.sum_high[row]) - load(d.sum_high + at)) + (splat(d.sum_low[row]) - load(d.sum_low + at));
     vi column = column_numbers(at);
@@ -148,7 +155,7 @@ MK_INLINE vf pair_decay(const Arguments& x, const Chunk& c, const Decays& d, int
 }
 
 // How much of what the columns wrote token l reads: decayed w_later before it, w_now of its own.
-MK_INLINE vf pair_weight(const Arguments& x, const Decays& d, int64_t l, int64_t at, vf decay) {
+MK_INLINE vf pair_weight(const Ssd& x, const Decays& d, int64_t l, int64_t at, vf decay) {
     vi column = column_numbers(at);
     int64_t row = l * x.m;
     vi own = (column >= splat_int((int32_t)row)) & (column < splat_int((int32_t)(row + x.m)));
@@ -163,7 +170,7 @@ static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, con
                           float* out, int64_t ld) {
     row_tiles(q, [&](auto rows, int64_t i) {
         constexpr int M = decltype(rows)::value;
-        int64_t vectors = (reach(i + M - 1, m) + W - 1) / W;
+        int64_t vectors = ceil_div(reach(i + M - 1, m), W);
         column_tiles(vectors, [&](auto columns, int64_t j) {
             Tile<M, decltype(columns)::value> tile;
             tile.clear();
@@ -174,7 +181,7 @@ static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, con
 }
 
 // to = over * from + left^T right over the q rows of a chunk: how a state passes it, forwards or backwards.
-static void pass_chunk(const Arguments& x, int64_t q, const float* left, const float* right, float over,
+static void pass_chunk(const Ssd& x, int64_t q, const float* left, const float* right, float over,
                        const float* from, float* to) {
     int64_t P = x.P(), R = x.R();
     column_tiles(P / W, [&](auto columns, int64_t j) {
@@ -195,9 +202,8 @@ static void copy_padded(const float* from, int64_t n, float* to, int64_t width) 
 }
 
 // Asks for n numbers that will be read soon. They need not exist.
-MK_INLINE void prefetch(const float* base, int64_t offset, int64_t n) {
-    uintptr_t at = (uintptr_t)base + (uintptr_t)offset * sizeof(float);
-    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch((const void*)(at + (uintptr_t)i * sizeof(float)), 0, 2);
+MK_INLINE void prefetch_row(const float* base, int64_t offset, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) prefetch(base, (offset + i) * (int64_t)sizeof(float));
 }
 
 // The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, padded to `width`. The rows that will be
@@ -208,7 +214,7 @@ static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t
         const float* token = from.at(c.batch, c.start + l) + index * n;
         for (int64_t rank = 0; rank < m; rank++, to += width) {
             const float* row = token + rank * blocks * n;
-            prefetch(row, ahead, n);
+            prefetch_row(row, ahead, n);
             copy_padded(row, n, to, width);
         }
     }
@@ -217,11 +223,7 @@ static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t
 // The other way: q rows of n numbers to where a tensor has them, or added to what it has.
 static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, float* to, int64_t ld, bool add) {
     for (int64_t i = 0; i < q; i++)
-        for (int64_t j = 0; j < n; j += W) {
-            float* here = to + i * ld + j;
-            vf x = load(from + i * width + j);
-            store_part(here, add ? x + load_part(here, n - j) : x, n - j);
-        }
+        for (int64_t j = 0; j < n; j += W) put_part(to + i * ld + j, load(from + i * width + j), n - j, add);
 }
 
 // to = diag(factor) from, for q rows.
@@ -231,7 +233,7 @@ static void scale_rows(const float* from, const float* factor, int64_t q, int64_
 }
 
 // The state after a chunk, from that before it.
-static void advance(const Arguments& x, const Chunk& c, const Decays& d, const float* b, const float* v, float* weighed,
+static void advance(const Ssd& x, const Chunk& c, const Decays& d, const float* b, const float* v, float* weighed,
                     const float* from, float* to) {
     for (int64_t i = 0; i < c.q; i++) {
         vf weight = splat(d.to_end[i] * d.w_later[i]);
@@ -255,10 +257,10 @@ struct Heads {
 
 // f(group, its first head here, one after its last here)
 template <class F>
-MK_INLINE void for_groups(const Arguments& x, const Heads& heads, const F& f) {
+MK_INLINE void for_groups(const Ssd& x, const Heads& heads, const F& f) {
     int64_t per_group = x.h / x.g;
     for (int64_t at = heads.first; at < heads.last;) {
-        int64_t end = smaller(heads.last, (at / per_group + 1) * per_group);
+        int64_t end = least(heads.last, (at / per_group + 1) * per_group);
         f(at / per_group, at, end);
         at = end;
     }
@@ -266,25 +268,25 @@ MK_INLINE void for_groups(const Arguments& x, const Heads& heads, const F& f) {
 
 // task(heads, range) for `ranges` about equal ranges of all heads of all rows of the batch, cut where a row ends.
 template <class Task>
-static void for_head_ranges(const Arguments& x, int64_t ranges, const Task& task) {
+static void for_head_ranges(const Ssd& x, int64_t ranges, const Task& task) {
     int64_t all = x.b * x.h;
     parallel(ranges, [&](int64_t first, int64_t last) {
         for (int64_t range = first; range < last; range++)
             for (int64_t at = all * range / ranges, end = all * (range + 1) / ranges; at < end;) {
-                int64_t batch = at / x.h, stop = smaller(end, (batch + 1) * x.h);
+                int64_t batch = at / x.h, stop = least(end, (batch + 1) * x.h);
                 task(Heads{batch, at - batch * x.h, stop - batch * x.h}, range);
                 at = stop;
             }
     });
 }
 
-static void gather_side(const Arguments& x, const Sequence& from, const Chunk& c, int64_t group, const Heads& heads,
+static void gather_side(const Ssd& x, const Sequence& from, const Chunk& c, int64_t group, const Heads& heads,
                         int64_t step, float* to) {
     int64_t per_group = x.h / x.g, first = heads.first / per_group, last = (heads.last - 1) / per_group + 1;
     gather_rows(from, c, x.m, x.g, group, x.r, to, x.R(), rows_ahead(from, x.r, group, first, last, step));
 }
 
-static void gather_values(const Arguments& x, const Sequence& from, const Chunk& c, int64_t head, const Heads& heads,
+static void gather_values(const Ssd& x, const Sequence& from, const Chunk& c, int64_t head, const Heads& heads,
                           int64_t step, float* to) {
     gather_rows(from, c, x.m, x.h, head, x.p, to, x.P(), rows_ahead(from, x.p, head, heads.first, heads.last, step));
 }

@@ -5,19 +5,23 @@
 // long sequence it keeps the states for one stretch of chunks, the last first, and recomputes them from that before it.
 #pragma once
 
+#include "border.h"
 #include "ssd.h"
 
 namespace MK_ISA {
 namespace ssd {
 
-struct Gradients {
-    Sequence d_y_bsmhp;
-    const float* d_last_bhpr;
-    float *d_v_bsmhp, *d_b_bsmgr, *d_c_bsmgr, *d_da_bsh, *d_w_now_bsh, *d_w_later_bsh, *d_state_bhpr;
-    // Heads are split into `ranges`. One that begins inside a group adds to B and C of that group here, [range - 1][B, C]
-    // s m r, until all are done: sums in a fixed order, whatever thread is first.
-    int64_t ranges;
-    float* shares;
+struct SsdBackward {
+    MK_FIELDS(SsdBackward,
+        Ssd inputs;
+        Sequence d_y_bsmhp;
+        const float* d_last_bhpr;
+        float *d_v_bsmhp, *d_b_bsmgr, *d_c_bsmgr, *d_da_bsh, *d_w_now_bsh, *d_w_later_bsh, *d_state_bhpr;
+        // Heads are split into `ranges`. One that begins inside a group adds to B and C of that group here, [range - 1][B, C]
+        // s m r, until all are done: sums in a fixed order, whatever thread is first.
+        int64_t ranges;
+        float* shares;
+    )
 };
 
 // Heads that are taken through the sequence together, and the most rows for which their states are kept: what bounds the
@@ -41,12 +45,12 @@ struct BackwardBuffers {
     float* kept;                          // stretches x heads x r x P: entering each stretch
     float* d_states;                      // heads x r x P
 
-    int64_t lay_out(const Arguments& x, int64_t heads, float* block) {
+    int64_t lay_out(const Ssd& x, int64_t heads, float* block) {
         Arena arena{block};
         int64_t q = x.rows(), P = x.P(), Q = x.Q(), R = x.R(), one = x.r * P;
         stretch = STRETCH_ROWS / q > 1 ? STRETCH_ROWS / q : 1;
-        stretch = smaller(stretch, x.chunks());
-        stretches = (x.chunks() + stretch - 1) / stretch;
+        stretch = least(stretch, x.chunks());
+        stretches = ceil_div(x.chunks(), stretch);
         decays.lay_out(arena, x);
         chunk.first_row = arena.integers(x.chunk_len);
         b = arena.floats(q * R);
@@ -83,15 +87,13 @@ struct Sides {
     bool add;
 };
 
-static void fill_zero(float* x, int64_t n) { memset(x, 0, n * sizeof(float)); }
-
 // From d_mixed = d_y . v: mixed for the gradient of v, and the gradients of c . b (added), of w_now, of w_later as far as
 // the chunk itself reads it (d_later, per row), and of the log-decays between its pairs.
-static void weigh_pairs(const Arguments& x, const Chunk& c, const Decays& d, BackwardBuffers& at, float* d_w_now) {
+static void weigh_pairs(const Ssd& x, const Chunk& c, const Decays& d, BackwardBuffers& at, float* d_w_now) {
     const float* product = at.product;
     float* d_product = at.d_product;
     int64_t Q = x.Q(), m = x.m, width = round_up(c.q, W);
-    fill_zero(at.d_later, Q);
+    clear(at.d_later, Q);
     // From the last token up: when token k is reached, d_later holds the pairs whose reader is k or later, and those of
     // them whose writer is earlier than k are the ones that k lies between.
     for (int64_t l = c.len - 1; l >= 0; l--) {
@@ -125,10 +127,10 @@ static void weigh_pairs(const Arguments& x, const Chunk& c, const Decays& d, Bac
 
 // Of a product side . state with the state of a head, scaled by row: adds the gradient of the transposed side, and
 // leaves that of the scale. right_t is the other factor of the gradient, d_y or v.
-static void side_backward(const Arguments& x, int64_t q, const float* state, const float* right_t, const float* side_t,
+static void side_backward(const Ssd& x, int64_t q, const float* state, const float* right_t, const float* side_t,
                           const float* scale, float* d_side_t, float* d_scale) {
     int64_t P = x.P(), Q = x.Q();
-    fill_zero(d_scale, Q);
+    clear(d_scale, Q);
     column_tiles(round_up(q, W) / W, [&](auto columns, int64_t j) {
         constexpr int N = decltype(columns)::value;
         row_tiles(x.r, [&](auto rows, int64_t i) {
@@ -151,7 +153,7 @@ static void side_backward(const Arguments& x, int64_t q, const float* state, con
 }
 
 // d_v = diag(weight) B d_last + mixed^T d_y
-static void values_backward(const Arguments& x, int64_t q, const float* b, const float* d_last, const float* weight,
+static void values_backward(const Ssd& x, int64_t q, const float* b, const float* d_last, const float* weight,
                             const float* mixed, const float* d_y, float* d_v, int64_t ld) {
     int64_t P = x.P(), R = x.R(), Q = x.Q();
     column_tiles(P / W, [&](auto columns, int64_t j) {
@@ -177,7 +179,7 @@ static double inner_product(const float* a, const float* b, int64_t n) {
 }
 
 // The gradients of the log-decays and of w_later from those of the four exponents; see the table in docs/math.md.
-static void tokens_backward(const Arguments& x, const Chunk& c, const Decays& d, BackwardBuffers& at, double d_carry,
+static void tokens_backward(const Ssd& x, const Chunk& c, const Decays& d, BackwardBuffers& at, double d_carry,
                             float* d_da, float* d_w_later) {
     int64_t m = x.m;
     double up_to_here = 0;
@@ -197,7 +199,7 @@ static void tokens_backward(const Arguments& x, const Chunk& c, const Decays& d,
 }
 
 // One chunk of one head: `state` entered it, d_state comes in for the state that left it and goes out for `state`.
-static void backward_chunk(const Arguments& x, const Gradients& grads, int64_t head, const Heads& heads,
+static void backward_chunk(const Ssd& x, const SsdBackward& grads, int64_t head, const Heads& heads,
                            BackwardBuffers& at, const float* state, float* d_state) {
     const Chunk& c = at.chunk;
     Decays& d = at.decays;
@@ -229,7 +231,7 @@ static void backward_chunk(const Arguments& x, const Gradients& grads, int64_t h
 }
 
 // B and C of a chunk and what the heads of their group share; their gradients start at zero.
-static void begin_sides(const Arguments& x, int64_t group, const Heads& heads, BackwardBuffers& at) {
+static void begin_sides(const Ssd& x, int64_t group, const Heads& heads, BackwardBuffers& at) {
     const Chunk& c = at.chunk;
     int64_t Q = x.Q(), R = x.R(), width = round_up(c.q, W);
     gather_side(x, x.b_bsmgr, c, group, heads, -x.chunk_len, at.b);
@@ -237,14 +239,14 @@ static void begin_sides(const Arguments& x, int64_t group, const Heads& heads, B
     transpose(at.b, R, c.q, x.r, at.b_t, Q, width);
     transpose(at.c, R, c.q, x.r, at.c_t, Q, width);
     lower_product(c.q, x.m, at.c, R, at.b_t, Q, x.r, at.product, Q);
-    fill_zero(at.d_product, c.q * Q);
-    fill_zero(at.d_b_t, x.r * Q);
-    fill_zero(at.d_c_t, x.r * Q);
+    clear(at.d_product, c.q * Q);
+    clear(at.d_b_t, x.r * Q);
+    clear(at.d_c_t, x.r * Q);
 }
 
 // The gradients of B and C from what the heads have added up: d_c = d_product b, d_b = d_product^T c, and the parts of
 // the states.
-static void finish_sides(const Arguments& x, BackwardBuffers& at, const Sides& sides) {
+static void finish_sides(const Ssd& x, BackwardBuffers& at, const Sides& sides) {
     const Chunk& c = at.chunk;
     int64_t Q = x.Q(), R = x.R(), m = x.m;
     // The transposed sides are not needed any more, and their R x Q numbers are room enough.
@@ -271,7 +273,7 @@ static void finish_sides(const Arguments& x, BackwardBuffers& at, const Sides& s
 }
 
 // The states of all heads over chunk n.
-static void advance_heads(const Arguments& x, const Heads& heads, int64_t n, BackwardBuffers& at, const float* from,
+static void advance_heads(const Ssd& x, const Heads& heads, int64_t n, BackwardBuffers& at, const float* from,
                           float* to) {
     const Chunk& c = at.chunk;
     int64_t one = x.r * x.P();
@@ -289,7 +291,7 @@ static void advance_heads(const Arguments& x, const Heads& heads, int64_t n, Bac
 
 // Where the gradients of a group's B and C go, for heads from `first` on. The heads of a range that begins inside a
 // group leave theirs in the range's share.
-static Sides find_sides(const Arguments& x, const Gradients& grads, int64_t batch, int64_t group, int64_t first,
+static Sides find_sides(const Ssd& x, const SsdBackward& grads, int64_t batch, int64_t group, int64_t first,
                         const Heads& whole, int64_t range) {
     int64_t rows = x.s * x.m, group_first = group * (x.h / x.g);
     bool add = first > group_first && first > whole.first;
@@ -302,10 +304,10 @@ static Sides find_sides(const Arguments& x, const Gradients& grads, int64_t batc
 }
 
 // `heads` are some of the `whole` ones that the range has in this row of the batch.
-static void backward_heads(const Arguments& x, const Gradients& grads, const Heads& heads, const Heads& whole,
+static void backward_heads(const Ssd& x, const SsdBackward& grads, const Heads& heads, const Heads& whole,
                            int64_t range) {
     BackwardBuffers at;
-    at.lay_out(x, heads.count(), scratch<0>(at.lay_out(x, heads.count(), nullptr)));
+    at.lay_out(x, heads.count(), scratch<SSD_CHUNK>(at.lay_out(x, heads.count(), nullptr)));
     int64_t P = x.P(), one = x.r * P, all = heads.count() * one, begin = (heads.batch * x.h + heads.first) * x.p * x.r;
     for (int64_t k = 0; k < heads.count(); k++) {
         transpose(x.state_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.kept + k * one, P, P);
@@ -316,8 +318,8 @@ static void backward_heads(const Arguments& x, const Gradients& grads, const Hea
         advance_heads(x, heads, n, at, n % at.stretch ? to : to - all, to);
     }
     for (int64_t k = at.stretches - 1; k >= 0; k--) {
-        int64_t start = k * at.stretch, stop = smaller(start + at.stretch, x.chunks());
-        memcpy(at.states, at.kept + k * all, all * sizeof(float));
+        int64_t start = k * at.stretch, stop = least(start + at.stretch, x.chunks());
+        copy(at.kept + k * all, all, at.states);
         for (int64_t n = start; n < stop - 1; n++) {
             float* entering = at.states + (n - start) * all;
             advance_heads(x, heads, n, at, entering, entering + all);
@@ -339,7 +341,7 @@ static void backward_heads(const Arguments& x, const Gradients& grads, const Hea
 }
 
 // Adds what the ranges that began inside a group found for it.
-static void add_shares(const Arguments& x, const Gradients& grads) {
+static void add_shares(const Ssd& x, const SsdBackward& grads) {
     int64_t per_group = x.h / x.g, rows = x.s * x.m, ld = x.g * x.r;
     for (int64_t range = 1; range < grads.ranges; range++) {
         int64_t head = x.b * x.h * range / grads.ranges;
@@ -357,17 +359,18 @@ static void add_shares(const Arguments& x, const Gradients& grads) {
 }
 
 }  // namespace ssd
-}  // namespace MK_ISA
 
-MK_EXPORT(ssd_backward)(const void* arguments, const void* gradients) {
-    using namespace MK_ISA::ssd;
-    const Arguments& x = *(const Arguments*)arguments;
-    const Gradients& grads = *(const Gradients*)gradients;
-    for_head_ranges(x, grads.ranges, [&](const Heads& whole, int64_t range) {
+using ssd::SsdBackward;
+
+static void ssd_backward(const SsdBackward& call) {
+    using namespace ssd;
+    for_head_ranges(call.inputs, call.ranges, [&](const Heads& whole, int64_t range) {
         for (int64_t head = whole.first; head < whole.last; head += HEADS_AT_ONCE) {
-            Heads heads{whole.batch, head, MK_ISA::smaller(head + HEADS_AT_ONCE, whole.last)};
-            backward_heads(x, grads, heads, whole, range);
+            Heads heads{whole.batch, head, least(head + HEADS_AT_ONCE, whole.last)};
+            backward_heads(call.inputs, call, heads, whole, range);
         }
     });
-    add_shares(x, grads);
+    add_shares(call.inputs, call);
 }
+
+}  // namespace MK_ISA

@@ -2,6 +2,7 @@
 // a group, neighbours in memory are read one after the other, and the states stay in the cache.
 #pragma once
 
+#include "border.h"
 #include "ssd.h"
 
 namespace MK_ISA {
@@ -17,7 +18,7 @@ struct ForwardBuffers {
     float* y;             // q x P
     float* states;        // heads x r x P
 
-    int64_t lay_out(const Arguments& x, int64_t heads, float* block) {
+    int64_t lay_out(const Ssd& x, int64_t heads, float* block) {
         Arena arena{block};
         int64_t q = x.rows(), P = x.P(), Q = x.Q(), R = x.R();
         decays.lay_out(arena, x);
@@ -36,7 +37,7 @@ struct ForwardBuffers {
 };
 
 // mixed[l, t] = weight[l, t] (c_l . b_t)
-static void mix(const Arguments& x, const Chunk& c, const Decays& d, const float* product, float* mixed) {
+static void mix(const Ssd& x, const Chunk& c, const Decays& d, const float* product, float* mixed) {
     int64_t Q = x.Q(), width = round_up(c.q, W);
     for (int64_t l = 0; l < c.len; l++) {
         int64_t row = l * x.m, at = 0;
@@ -51,7 +52,7 @@ static void mix(const Arguments& x, const Chunk& c, const Decays& d, const float
 }
 
 // y = diag(from_start) C state + mixed V
-static void read(const Arguments& x, int64_t q, const float* c, const float* state, const float* from_start,
+static void read(const Ssd& x, int64_t q, const float* c, const float* state, const float* from_start,
                  const float* mixed, const float* v, float* y, int64_t ldy) {
     int64_t P = x.P(), R = x.R(), Q = x.Q();
     column_tiles(P / W, [&](auto columns, int64_t j) {
@@ -67,7 +68,7 @@ static void read(const Arguments& x, int64_t q, const float* c, const float* sta
     });
 }
 
-static void forward_chunk(const Arguments& x, int64_t head, const Heads& heads, ForwardBuffers& at, float* state,
+static void forward_chunk(const Ssd& x, int64_t head, const Heads& heads, ForwardBuffers& at, float* state,
                           float* y_bsmhp) {
     const Chunk& c = at.chunk;
     int64_t P = x.P();
@@ -82,9 +83,9 @@ static void forward_chunk(const Arguments& x, int64_t head, const Heads& heads, 
     advance(x, c, at.decays, at.b, at.v, at.weighed, state, state);
 }
 
-static void forward_heads(const Arguments& x, const Heads& heads, float* y_bsmhp, float* last_bhpr) {
+static void forward_heads(const Ssd& x, const Heads& heads, float* y_bsmhp, float* last_bhpr) {
     ForwardBuffers at;
-    at.lay_out(x, heads.count(), scratch<0>(at.lay_out(x, heads.count(), nullptr)));
+    at.lay_out(x, heads.count(), scratch<SSD_CHUNK>(at.lay_out(x, heads.count(), nullptr)));
     int64_t P = x.P(), R = x.R(), Q = x.Q(), one = x.r * P, begin = (heads.batch * x.h + heads.first) * x.p * x.r;
     for (int64_t k = 0; k < heads.count(); k++)
         transpose(x.state_bhpr + begin + k * x.p * x.r, x.r, x.p, x.r, at.states + k * one, P, P);
@@ -104,12 +105,22 @@ static void forward_heads(const Arguments& x, const Heads& heads, float* y_bsmhp
         transpose(at.states + k * one, P, x.r, x.p, last_bhpr + begin + k * x.p * x.r, x.r, x.r);
 }
 
-}  // namespace ssd
-}  // namespace MK_ISA
+struct SsdForward {
+    MK_FIELDS(SsdForward,
+        Ssd inputs;
+        float *y_bsmhp, *last_bhpr;
+    )
+};
 
-MK_EXPORT(ssd_forward)(const void* arguments, float* y_bsmhp, float* last_bhpr) {
-    using namespace MK_ISA::ssd;
-    const Arguments& x = *(const Arguments*)arguments;
-    int64_t ranges = MK_ISA::smaller(MK_ISA::num_threads(), x.b * x.h);
-    for_head_ranges(x, ranges, [&](const Heads& heads, int64_t) { forward_heads(x, heads, y_bsmhp, last_bhpr); });
+}  // namespace ssd
+
+using ssd::SsdForward;
+
+static void ssd_forward(const SsdForward& call) {
+    const ssd::Ssd& x = call.inputs;
+    ssd::for_head_ranges(x, least(num_threads(), x.b * x.h), [&](const ssd::Heads& heads, int64_t) {
+        ssd::forward_heads(x, heads, call.y_bsmhp, call.last_bhpr);
+    });
 }
+
+}  // namespace MK_ISA

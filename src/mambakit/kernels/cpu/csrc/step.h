@@ -4,38 +4,25 @@
 // threads. Buffers that enter and leave (window, state) may be the same memory.
 #pragma once
 
+#include "rows.h"
+#include "threads.h"
+#include "vec.h"
+
 namespace MK_ISA {
 
-// Slots of `scratch` that the steps use; see threads.h.
-constexpr int STEP_ROW = 40, STEP_HEAD = 41, STEP_OUT = 42;
 // Floats between the state that is updated and what is asked for from memory.
 constexpr int64_t STATE_AHEAD = 2048;
 // Entries of the state below which a step stays in the calling thread.
 constexpr int64_t STEP_ALONE = 1 << 15;
 
-// f(start, count) over [0, n) in runs of W, the last one shorter. The count of a whole run is a constant to the compiler.
-template <class F>
-MK_INLINE void for_vectors(int64_t n, const F& f) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) f(i, W);
-    if (i < n) f(i, n - i);
-}
-
+// TAPS, where it is not 0, is k: known to the compiler.
 template <int TAPS>
-static void weigh_taps(int64_t n, const float* weight, const float* window, const float* x, float* __restrict y) {
-    for (int64_t v = 0; v < n; v++) {
-        float total = weight[v * TAPS + TAPS - 1] * x[v];
-        for (int64_t q = 0; q + 1 < TAPS; q++) total += weight[v * TAPS + q] * window[v * TAPS + q + 1];
-        y[v] = total;
-    }
-}
-
 static void weigh_taps(
     int64_t n, int64_t k, const float* weight, const float* window, const float* x, float* __restrict y) {
-    if (k == 4) return weigh_taps<4>(n, weight, window, x, y);
+    const int64_t taps = TAPS ? TAPS : k;
     for (int64_t v = 0; v < n; v++) {
-        float total = weight[v * k + k - 1] * x[v];
-        for (int64_t q = 0; q + 1 < k; q++) total += weight[v * k + q] * window[v * k + q + 1];
+        float total = weight[v * taps + taps - 1] * x[v];
+        for (int64_t q = 0; q + 1 < taps; q++) total += weight[v * taps + q] * window[v * taps + q + 1];
         y[v] = total;
     }
 }
@@ -47,16 +34,20 @@ static void shift_window(int64_t n, int64_t k, const float* window_in, float* wi
     for (int64_t v = 0; v < n; v++) window_out[v * k + k - 1] = x[v];
 }
 
-// y = silu(causal convolution at the newest token) of n channels, and the window [n][k] after it. `bias` may be null.
+// y[n] = silu(causal convolution at the newest token) of the n channels from `first` on, and their part of the window
+// [channels][k] after it. `s` has k, conv_weight and conv_bias, which may be null.
+template <class Step>
 static void convolve_token(
-    int64_t n, int64_t k, const float* weight, const float* bias, const float* window_in, float* window_out,
-    const float* x, float* y) {
+    const Step& s, int64_t first, int64_t n, const float* window_in, float* window_out, const float* x, float* y) {
     if (n <= 0) return;
-    weigh_taps(n, k, weight, window_in, x, y);
-    shift_window(n, k, window_in, window_out, x);
-    for_vectors(n, [&](int64_t i, int64_t count) {
+    const float *weight = s.conv_weight + first * s.k, *window = window_in + first * s.k;
+    x += first;
+    if (s.k == 4) weigh_taps<4>(n, s.k, weight, window, x, y);
+    else weigh_taps<0>(n, s.k, weight, window, x, y);
+    shift_window(n, s.k, window, window_out + first * s.k, x);
+    each_vector(n, [&](int64_t i, int64_t count) {
         vf total = load_part(y + i, count);
-        if (bias) total += load_part(bias + i, count);
+        if (s.conv_bias) total += load_part(s.conv_bias + first + i, count);
         store_part(y + i, vsilu(total), count);
     });
 }
@@ -79,7 +70,7 @@ MK_INLINE void pass_rows(const StatePass& s, int64_t row, int64_t reader) {
     const float* in = (WRITES ? s.in : s.out) + row * s.r;
     float* out = s.out + row * s.r;
     vf total[READERS][ROWS] = {};
-    for_vectors(s.r, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    each_vector(s.r, MK_BODY(int64_t i, int64_t count) {
         vf state[ROWS];
         if (WRITES)
             for (int q = 0; q < ROWS; q++) prefetch(in, (STATE_AHEAD + q * s.r + i) * (int64_t)sizeof(float));
@@ -130,7 +121,7 @@ template <class Body>
 static void step_parallel(int64_t rows, int64_t units, int64_t unit_size, const Body& body) {
     auto share = [&](int64_t begin, int64_t end) {
         while (begin < end) {
-            int64_t row = begin / units, stop = (row + 1) * units < end ? (row + 1) * units : end;
+            int64_t row = begin / units, stop = least((row + 1) * units, end);
             body(row, begin - row * units, stop - row * units);
             begin = stop;
         }
@@ -146,15 +137,5 @@ MK_INLINE vf clamp(vf x, float low, float high) {
 }
 
 MK_INLINE float softplus_clamped(float x, float low, float high) { return clamp(vsoftplus(splat(x)), low, high)[0]; }
-
-// 1 / sqrt(mean(x^2) + eps)
-static float inverse_rms(int64_t n, const float* x, float eps) {
-    vf total = {};
-    for_vectors(n, [&](int64_t i, int64_t count) {
-        vf part = load_part(x + i, count);
-        total += part * part;
-    });
-    return 1.0f / sqrtf(sum(total) / n + eps);
-}
 
 }  // namespace MK_ISA

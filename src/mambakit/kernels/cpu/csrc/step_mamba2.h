@@ -1,20 +1,25 @@
 // Mamba-2's decoding step: everything between the two projections.
 #pragma once
 
+#include "border.h"
+#include "step.h"
+
 namespace MK_ISA {
 
 struct Mamba2Step {
-    int64_t heads, p, r, groups;
-    int64_t k;    // taps of the convolution
-    int64_t mlp;  // d_inner - d_ssm: channels of the gated MLP beside the state space
-    const float *conv_weight, *conv_bias;  // [conv_dim][k]; bias [conv_dim] or null
-    const float *dt_bias, *A_log;          // [heads]
-    const float* D;                        // [heads], or [heads][p] with D_per_channel
-    const float* norm_weight;              // [heads * p], or null: no norm, only the gate
-    int64_t norm_group;                    // channels that share a root mean square
-    float norm_eps;
-    float dt_low, dt_high;
-    bool D_per_channel, norm_before_gate;
+    MK_FIELDS(Mamba2Step,
+        int64_t heads, p, r, groups;
+        int64_t k;    // taps of the convolution
+        int64_t mlp;  // d_inner - d_ssm: channels of the gated MLP beside the state space
+        const float *conv_weight, *conv_bias;  // [conv_dim][k]; bias [conv_dim] or null
+        const float *dt_bias, *A_log;          // [heads]
+        const float* D;                        // [heads], or [heads][p] with D_per_channel
+        const float* norm_weight;              // [heads * p], or null: no norm, only the gate
+        int64_t norm_group;                    // channels that share a root mean square
+        float norm_eps;
+        float dt_low, dt_high;
+        bool D_per_channel, norm_before_gate;
+    )
 
     int64_t width() const { return heads * p; }
     int64_t conv_dim() const { return width() + 2 * groups * r; }
@@ -30,14 +35,11 @@ struct Mamba2Step {
 // First, once per row: B and C, into bc[2][groups][r], and their part of the window.
 static void mamba2_step_begin(
     const Mamba2Step& s, const float* projected, const float* window_in, float* window_out, float* bc) {
-    const int64_t first = s.width(), count = 2 * s.groups * s.r;
-    convolve_token(
-        count, s.k, s.conv_weight + first * s.k, s.conv_bias ? s.conv_bias + first : nullptr, window_in + first * s.k,
-        window_out + first * s.k, projected + s.xbc() + first, bc);
+    convolve_token(s, s.width(), 2 * s.groups * s.r, window_in, window_out, projected + s.xbc(), bc);
 }
 
 static void mamba2_step_skip_and_gate(const Mamba2Step& s, int64_t head, const float* z, const float* x, float* y) {
-    for_vectors(s.p, [&](int64_t i, int64_t count) {
+    each_vector(s.p, [&](int64_t i, int64_t count) {
         vf D = s.D_per_channel ? load_part(s.D + head * s.p + i, count) : splat(s.D[head]);
         vf total = load_part(y + i, count) + D * load_part(x + i, count);
         if (s.gate_early()) total *= vsilu(load_part(z + i, count));
@@ -50,12 +52,10 @@ static void mamba2_step_skip_and_gate(const Mamba2Step& s, int64_t head, const f
 static void mamba2_step(
     const Mamba2Step& s, const float* projected, const float* bc, const float* window_in, float* window_out,
     const float* state_in, float* state_out, float* out, int64_t head_begin, int64_t head_end) {
-    const int64_t first = head_begin * s.p, count = (head_end - head_begin) * s.p;
+    const int64_t count = (head_end - head_begin) * s.p;
     float* x = scratch<STEP_HEAD>(count + s.p);
     float* coef = x + count;
-    convolve_token(
-        count, s.k, s.conv_weight + first * s.k, s.conv_bias ? s.conv_bias + first : nullptr, window_in + first * s.k,
-        window_out + first * s.k, projected + s.xbc() + first, x);
+    convolve_token(s, head_begin * s.p, count, window_in, window_out, projected + s.xbc(), x);
     for (int64_t head = head_begin; head < head_end; head++, x += s.p) {
         const float* b = bc + head / (s.heads / s.groups) * s.r;
         const float* c = b + s.groups * s.r;
@@ -70,8 +70,8 @@ static void mamba2_step(
 }
 
 static void mamba2_step_norm(const Mamba2Step& s, const float* z, const float* weight, float* y) {
-    vf scale = splat(inverse_rms(s.norm_group, y, s.norm_eps));
-    for_vectors(s.norm_group, [&](int64_t i, int64_t count) {
+    vf scale = splat(inverse_rms(y, s.norm_group, s.norm_eps));
+    each_vector(s.norm_group, [&](int64_t i, int64_t count) {
         vf normed = load_part(y + i, count) * scale * load_part(weight + i, count);
         if (s.norm_before_gate) normed *= vsilu(load_part(z + i, count));
         store_part(y + i, normed, count);
@@ -80,7 +80,7 @@ static void mamba2_step_norm(const Mamba2Step& s, const float* z, const float* w
 
 // Last, once per row and after all its heads: the norm, and the MLP's channels.
 static void mamba2_step_finish(const Mamba2Step& s, const float* projected, float* out) {
-    for_vectors(s.mlp, [&](int64_t i, int64_t count) {
+    each_vector(s.mlp, [&](int64_t i, int64_t count) {
         store_part(out + i, vsilu(load_part(projected + i, count)) * load_part(projected + s.mlp + i, count), count);
     });
     if (!s.norm_weight) return;
@@ -88,29 +88,41 @@ static void mamba2_step_finish(const Mamba2Step& s, const float* projected, floa
         mamba2_step_norm(s, projected + s.z() + at, s.norm_weight + at, out + s.mlp + at);
 }
 
-}  // namespace MK_ISA
+// All rows, which are contiguous.
+struct Mamba2StepCall {
+    MK_FIELDS(Mamba2StepCall,
+        Mamba2Step step;
+        int64_t batch;
+        const float* projected;  // [batch][projected()]
+        const float* window_in;  // [batch][conv_dim][k]
+        float* window_out;
+        const float* state_in;  // [batch][heads][p][r]
+        float* state_out;
+        float* out;  // [batch][mlp + heads * p]
+    )
+};
 
-// Rows are contiguous: projected[batch][projected()], window[batch][conv_dim][k], state[batch][heads][p][r],
-// out[batch][mlp + heads * p].
-MK_EXPORT(mamba2_step)(
-    int64_t batch, int64_t heads, int64_t p, int64_t r, int64_t groups, int64_t k, int64_t mlp, const float* conv_weight,
-    const float* conv_bias, const float* dt_bias, const float* A_log, const float* D, const float* norm_weight,
-    int64_t norm_group, float norm_eps, float dt_low, float dt_high, int64_t D_per_channel, int64_t norm_before_gate,
-    const float* projected, const float* window_in, float* window_out, const float* state_in, float* state_out,
-    float* out) {
-    using namespace MK_ISA;
-    const Mamba2Step s = {heads, p, r, groups, k, mlp, conv_weight, conv_bias, dt_bias, A_log, D, norm_weight,
-                          norm_group, norm_eps, dt_low, dt_high, D_per_channel != 0, norm_before_gate != 0};
-    const int64_t window = s.conv_dim() * k, state = s.width() * r, bc = 2 * groups * r;
-    float* all_bc = scratch<STEP_ROW>(batch * bc);
-    for (int64_t row = 0; row < batch; row++)
-        mamba2_step_begin(s, projected + row * s.projected(), window_in + row * window, window_out + row * window,
+// All but mamba2_step_finish.
+static void mamba2_step_heads(const Mamba2StepCall& call) {
+    const Mamba2Step& s = call.step;
+    const int64_t window = s.conv_dim() * s.k, state = s.width() * s.r, bc = 2 * s.groups * s.r;
+    const int64_t wide = s.projected(), inner = s.mlp + s.width();
+    float* all_bc = scratch<STEP_ROWS>(call.batch * bc);
+    for (int64_t row = 0; row < call.batch; row++)
+        mamba2_step_begin(s, call.projected + row * wide, call.window_in + row * window, call.window_out + row * window,
                           all_bc + row * bc);
-    step_parallel(batch, heads, p * r, [&](int64_t row, int64_t begin, int64_t end) {
-        mamba2_step(s, projected + row * s.projected(), all_bc + row * bc, window_in + row * window,
-                    window_out + row * window, state_in + row * state, state_out + row * state,
-                    out + row * (mlp + s.width()), begin, end);
+    step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
+        mamba2_step(s, call.projected + row * wide, all_bc + row * bc, call.window_in + row * window,
+                    call.window_out + row * window, call.state_in + row * state, call.state_out + row * state,
+                    call.out + row * inner, begin, end);
     });
-    for (int64_t row = 0; row < batch; row++)
-        mamba2_step_finish(s, projected + row * s.projected(), out + row * (mlp + s.width()));
 }
+
+static void mamba2_step(const Mamba2StepCall& call) {
+    const Mamba2Step& s = call.step;
+    mamba2_step_heads(call);
+    for (int64_t row = 0; row < call.batch; row++)
+        mamba2_step_finish(s, call.projected + row * s.projected(), call.out + row * (s.mlp + s.width()));
+}
+
+}  // namespace MK_ISA

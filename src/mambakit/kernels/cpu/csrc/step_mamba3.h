@@ -1,20 +1,26 @@
 // Mamba-3's decoding step: everything between the two projections, for rotations in planes.
 #pragma once
 
+#include "border.h"
+#include "rotation.h"
+#include "step.h"
+
 namespace MK_ISA {
 
 struct Mamba3Step {
-    int64_t heads, p, r, groups, ranks;
-    int64_t angles;                // pairs that rotate; 0: none
-    bool half;                     // pairs are (q, q + r / 2), otherwise (2 q, 2 q + 1)
-    bool heavy_tail;               // how decays are activated: heavy tail, otherwise softplus
-    const float* dt_bias;          // [heads]
-    const float *B_norm, *C_norm;  // [r]
-    const float *B_bias, *C_bias;  // [heads][ranks][r]
-    const float *mimo_x, *mimo_z, *mimo_o;  // [heads][ranks][p], or all null: one rank without weights
-    const float* D;                         // [heads]
-    const float* norm_weight;               // [heads * p], normed head by head, or null
-    float norm_eps, dt_low, dt_high, a_floor, rotation_range;
+    MK_FIELDS(Mamba3Step,
+        int64_t heads, p, r, groups, ranks;
+        int64_t angles;                // pairs that rotate; 0: none
+        bool half;                     // pairs are (q, q + r / 2), otherwise (2 q, 2 q + 1)
+        bool heavy_tail;               // how decays are activated: heavy tail, otherwise softplus
+        const float* dt_bias;          // [heads]
+        const float *B_norm, *C_norm;  // [r]
+        const float *B_bias, *C_bias;  // [heads][ranks][r]
+        const float *mimo_x, *mimo_z, *mimo_o;  // [heads][ranks][p], or all null: one rank without weights
+        const float* D;                         // [heads]
+        const float* norm_weight;               // [heads * p], normed head by head, or null
+        float norm_eps, dt_low, dt_high, a_floor, rotation_range;
+    )
 
     int64_t width() const { return heads * p; }
     int64_t bc() const { return ranks * groups * r; }
@@ -33,22 +39,15 @@ struct Mamba3Step {
     int64_t shared() const { return 2 * bc() + kept_angles(); }
 };
 
-static void mamba3_step_normalise(int64_t n, int64_t r, const float* x, const float* weight, float eps, float* y) {
-    for (int64_t at = 0; at < n; at += r) {
-        vf scale = splat(inverse_rms(r, x + at, eps));
-        for_vectors(r, [&](int64_t i, int64_t count) {
-            store_part(y + at + i, load_part(x + at + i, count) * scale * load_part(weight + i, count), count);
-        });
-    }
-}
-
 // First, once per row, what the heads share: B and C [ranks][groups][r] with their norms, then the turns per unit of
 // step size [angles].
 static void mamba3_step_begin(const Mamba3Step& s, const float* projected, float* shared) {
-    mamba3_step_normalise(s.bc(), s.r, projected + s.b(), s.B_norm, s.norm_eps, shared);
-    mamba3_step_normalise(s.bc(), s.r, projected + s.c(), s.C_norm, s.norm_eps, shared + s.bc());
+    for (int64_t at = 0; at < s.bc(); at += s.r) {
+        rms_norm(projected + s.b() + at, s.r, s.B_norm, s.norm_eps, shared + at);
+        rms_norm(projected + s.c() + at, s.r, s.C_norm, s.norm_eps, shared + s.bc() + at);
+    }
     for (int64_t q = 0; q < s.angles; q++)
-        shared[2 * s.bc() + q] = float(s.rotation_range * M_PI * tanh(double(projected[s.rotation() + q])));
+        shared[2 * s.bc() + q] = float(s.rotation_range * M_PI * tanh_of(projected[s.rotation() + q]));
 }
 
 // One head's step size and trapezoid.
@@ -69,24 +68,7 @@ static Mamba3Token mamba3_step_token(const Mamba3Step& s, const float* projected
 // The carried angles plus this token's, wrapped to [-pi, pi]. In double: step sizes have no limit, and an angle counts
 // modulo a turn.
 static void mamba3_step_turn(int64_t angles, float dt, const float* turns, const float* before, float* after) {
-    const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
-    for (int64_t q = 0; q < angles; q++) {
-        double total = before[q] + double(dt) * turns[q];
-        double whole = (total * (0.5 / M_PI) + magic) - magic;
-        after[q] = float(total - 2 * M_PI * whole);
-    }
-}
-
-// B or C of one head and rank: group's normed vector plus bias, turned.
-static void mamba3_step_rotate(
-    const Mamba3Step& s, const float* normed, const float* bias, const float* cosine, const float* sine, float* y) {
-    for (int64_t i = 0; i < s.r; i++) y[i] = normed[i] + bias[i];
-    const int64_t step = s.half ? 1 : 2, across = s.half ? s.r / 2 : 1;
-    for (int64_t q = 0; q < s.angles; q++) {
-        float first = y[q * step], second = y[q * step + across];
-        y[q * step] = first * cosine[q] - second * sine[q];
-        y[q * step + across] = first * sine[q] + second * cosine[q];
-    }
+    for (int64_t q = 0; q < angles; q++) after[q] = float(wrapped(before[q] + double(dt) * turns[q]));
 }
 
 // Skip, norm, gate and contraction of the ranks; y is [ranks][p].
@@ -96,13 +78,13 @@ static void mamba3_step_read_out(
     vf D = splat(s.D[head]);
     for (int64_t m = 0; m < s.ranks; m++, y += s.p) {
         const int64_t at = weights + m * s.p;
-        for_vectors(s.p, [&](int64_t i, int64_t count) {
+        each_vector(s.p, [&](int64_t i, int64_t count) {
             vf v = load_part(x + i, count);
             if (s.mimo_x) v *= load_part(s.mimo_x + at + i, count);
             store_part(y + i, load_part(y + i, count) + D * v, count);
         });
-        float scale = s.norm_weight ? inverse_rms(s.p, y, s.norm_eps) : 1.0f;
-        for_vectors(s.p, [&](int64_t i, int64_t count) {
+        float scale = s.norm_weight ? inverse_rms(y, s.p, s.norm_eps) : 1.0f;
+        each_vector(s.p, [&](int64_t i, int64_t count) {
             vf value = load_part(y + i, count), gate = load_part(z + i, count);
             if (s.norm_weight) value *= splat(scale) * load_part(s.norm_weight + head * s.p + i, count);
             if (s.mimo_z) gate *= load_part(s.mimo_z + at + i, count);
@@ -117,7 +99,7 @@ static void mamba3_step_read_out(
 // coef[ranks][p] = weight * x * mimo_x
 static void mamba3_step_expand(const Mamba3Step& s, int64_t head, float weight, const float* x, float* coef) {
     for (int64_t m = 0; m < s.ranks; m++)
-        for_vectors(s.p, [&](int64_t i, int64_t count) {
+        each_vector(s.p, [&](int64_t i, int64_t count) {
             vf v = splat(weight) * load_part(x + i, count);
             if (s.mimo_x) v *= load_part(s.mimo_x + (head * s.ranks + m) * s.p + i, count);
             store_part(coef + m * s.p + i, v, count);
@@ -126,7 +108,14 @@ static void mamba3_step_expand(const Mamba3Step& s, int64_t head, float weight, 
 
 // What a row carries: state[heads][p][r], k_state[ranks][heads][r], v_state[heads][p], angle[heads][kept_angles].
 struct Mamba3Carried {
-    float *state, *k_state, *v_state, *angle;
+    MK_FIELDS(Mamba3Carried,
+        float *state, *k_state, *v_state, *angle;
+    )
+
+    Mamba3Carried row(const Mamba3Step& s, int64_t row) const {
+        return {state + row * s.width() * s.r, k_state + row * s.ranks * s.heads * s.r, v_state + row * s.width(),
+                angle + row * s.heads * s.kept_angles()};
+    }
 };
 
 // Then the heads [head_begin, head_end), in any order and any thread; out is [heads * p].
@@ -134,63 +123,56 @@ static void mamba3_step(
     const Mamba3Step& s, const float* projected, const float* shared, const Mamba3Carried& before,
     const Mamba3Carried& after, float* out, int64_t head_begin, int64_t head_end) {
     const int64_t m = s.ranks, p = s.p, r = s.r;
-    float* write = scratch<STEP_HEAD>(3 * m * r + 3 * m * p + 2 * (s.angles + W));
+    const Pairs pairs = {r, s.angles, !s.half};
+    float* write = scratch<STEP_HEAD>(3 * m * r + 3 * m * p + 2 * (r + 2 * W) + s.angles);
     float *read = write + 2 * m * r, *coef = read + m * r, *y = coef + 2 * m * p;
-    float *cosine = y + m * p, *sine = cosine + s.angles + W;
+    float *cosine = y + m * p, *sine = cosine + r + 2 * W;
+    Turn turn = {cosine, sine, sine + r + 2 * W};
     for (int64_t head = head_begin; head < head_end; head++) {
         const Mamba3Token token = mamba3_step_token(s, projected, head);
         const float *z = projected + head * p, *x = projected + s.x() + head * p;
         float* angle = after.angle + head * s.kept_angles();
         mamba3_step_turn(s.angles, token.dt, shared + 2 * s.bc(), before.angle + head * s.kept_angles(), angle);
         if (!s.angles) *angle = 0;
-        for_vectors(s.angles, [&](int64_t i, int64_t count) {
-            vf sines, cosines;
-            vsincos(load_part(angle + i, count), &sines, &cosines);
-            store(sine + i, sines);  // a whole vector: both have room for it
-            store(cosine + i, cosines);
-        });
+        turn.of(angle, pairs);
         const float* b = shared + head / (s.heads / s.groups) * r;
         for (int64_t j = 0; j < m; j++) {
             const int64_t bias = (head * m + j) * r, group = j * s.groups * r, kept = (j * s.heads + head) * r;
-            memcpy(write + j * r, before.k_state + kept, r * sizeof(float));
-            mamba3_step_rotate(s, b + group, s.B_bias + bias, cosine, sine, write + (m + j) * r);
-            mamba3_step_rotate(s, b + s.bc() + group, s.C_bias + bias, cosine, sine, read + j * r);
-            memcpy(after.k_state + kept, write + (m + j) * r, r * sizeof(float));
+            copy(before.k_state + kept, r, write + j * r);
+            turn_line(pairs, turn, b + group, s.B_bias + bias, write + (m + j) * r);
+            turn_line(pairs, turn, b + s.bc() + group, s.C_bias + bias, read + j * r);
+            copy(write + (m + j) * r, r, after.k_state + kept);
         }
         // The last token's other half of the trapezoid, and this token's own.
         mamba3_step_expand(s, head, token.beta, before.v_state + head * p, coef);
         mamba3_step_expand(s, head, token.gamma, x, coef + m * p);
-        memcpy(after.v_state + head * p, x, p * sizeof(float));
+        copy(x, p, after.v_state + head * p);
         const int64_t at = head * p * r;
         pass_state(StatePass{p, r, token.decay, 2 * m, m, write, coef, read, before.state + at, after.state + at, y});
         mamba3_step_read_out(s, head, z, x, y, out + head * p);
     }
 }
 
-}  // namespace MK_ISA
+// All rows, which are contiguous.
+struct Mamba3StepCall {
+    MK_FIELDS(Mamba3StepCall,
+        Mamba3Step step;
+        int64_t batch;
+        const float* projected;  // [batch][projected()]
+        Mamba3Carried before, after;
+        float* out;  // [batch][heads * p]
+    )
+};
 
-// Rows are contiguous, as Mamba3Step and Mamba3Carried say.
-MK_EXPORT(mamba3_step)(
-    int64_t batch, int64_t heads, int64_t p, int64_t r, int64_t groups, int64_t ranks, int64_t angles, int64_t half,
-    int64_t heavy_tail, const float* dt_bias, const float* B_norm, const float* C_norm, const float* B_bias,
-    const float* C_bias, const float* mimo_x, const float* mimo_z, const float* mimo_o, const float* D,
-    const float* norm_weight, float norm_eps, float dt_low, float dt_high, float a_floor, float rotation_range,
-    const float* projected, float* state_in, float* k_state_in, float* v_state_in, float* angle_in, float* state_out,
-    float* k_state_out, float* v_state_out, float* angle_out, float* out) {
-    using namespace MK_ISA;
-    const Mamba3Step s = {heads,  p,      r,      groups, ranks,       angles,   half != 0, heavy_tail != 0, dt_bias,
-                          B_norm, C_norm, B_bias, C_bias, mimo_x,      mimo_z,   mimo_o,    D,               norm_weight,
-                          norm_eps, dt_low, dt_high, a_floor, rotation_range};
-    const int64_t k_state = ranks * heads * r, kept = heads * s.kept_angles();
-    auto carried = [&](int64_t row, float* state, float* k, float* v, float* angle) {
-        return Mamba3Carried{state + row * s.width() * r, k + row * k_state, v + row * s.width(), angle + row * kept};
-    };
-    float* shared = scratch<STEP_ROW>(batch * s.shared());
-    for (int64_t row = 0; row < batch; row++)
-        mamba3_step_begin(s, projected + row * s.projected(), shared + row * s.shared());
-    step_parallel(batch, heads, p * r, [&](int64_t row, int64_t begin, int64_t end) {
-        mamba3_step(s, projected + row * s.projected(), shared + row * s.shared(),
-                    carried(row, state_in, k_state_in, v_state_in, angle_in),
-                    carried(row, state_out, k_state_out, v_state_out, angle_out), out + row * s.width(), begin, end);
+static void mamba3_step(const Mamba3StepCall& call) {
+    const Mamba3Step& s = call.step;
+    float* shared = scratch<STEP_ROWS>(call.batch * s.shared());
+    for (int64_t row = 0; row < call.batch; row++)
+        mamba3_step_begin(s, call.projected + row * s.projected(), shared + row * s.shared());
+    step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
+        mamba3_step(s, call.projected + row * s.projected(), shared + row * s.shared(), call.before.row(s, row),
+                    call.after.row(s, row), call.out + row * s.width(), begin, end);
     });
 }
+
+}  // namespace MK_ISA

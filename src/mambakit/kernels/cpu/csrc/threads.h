@@ -1,8 +1,11 @@
-// torch's thread pool, and memory that a thread keeps between calls.
+// torch's thread pool, memory that a thread keeps between calls, and what a kernel says when one of them is refused.
 #pragma once
 
 #include <stdint.h>
 #include <stdlib.h>
+
+// What a kernel returns, and throws inside; STATUS of library.py says it in words.
+enum mk_status : int32_t { MK_DONE, MK_NO_MEMORY, MK_NO_THREADS };
 
 typedef void (*mk_body)(int64_t begin, int64_t end, void* context);
 typedef int32_t (*mk_parallel_for)(int64_t begin, int64_t end, int64_t grain, mk_body body, void* context);
@@ -23,15 +26,54 @@ static void parallel(int64_t n, const Body& body) {
         body(int64_t(0), n);
         return;
     }
-    mk_torch_parallel_for(
-        0, n, 1, [](int64_t begin, int64_t end, void* context) { (*(const Body*)context)(begin, end); }, (void*)&body);
+    // What is thrown in another thread is thrown once more in this one.
+    struct Task {
+        const Body& body;
+        mk_status thrown;
+    } task = {body, MK_DONE};
+    auto run = [](int64_t begin, int64_t end, void* context) {
+        Task& task = *(Task*)context;
+        try {
+            task.body(begin, end);
+        } catch (mk_status status) {
+            __atomic_store_n(&task.thrown, status, __ATOMIC_RELAXED);
+        }
+    };
+    int32_t failed = mk_torch_parallel_for(0, n, 1, run, &task);
+    if (task.thrown) throw task.thrown;
+    // Some ranges may have run and others not, and a state that changes in place must not change twice: no second try.
+    if (failed) throw MK_NO_THREADS;
 }
 
 static inline int64_t num_threads() {
     uint32_t count = 1;
-    if (mk_torch_get_num_threads) mk_torch_get_num_threads(&count);
+    if (mk_torch_get_num_threads && mk_torch_get_num_threads(&count)) throw MK_NO_THREADS;
     return count;
 }
+
+// One for each purpose: no two that are in use at the same time may share one. Those that say so are the calling
+// thread's and seen by all others, the rest are each thread's own.
+enum Slot {
+    TASK_SUMS,  // the calling thread's: gradients of parameters, task by task
+    CONV_TAPS,  // the calling thread's
+    CONV_ROWS,
+    NORM_GROUP,
+    TURN_ANGLES,  // the calling thread's
+    TURN_RATES,
+    PREPARE_TOKEN,
+    SCAN_PART,
+    SCAN_SUMS,
+    SSD_CHUNK,
+    PRODUCT_ROWS,
+    PRODUCT_SCALES,
+    STEP_ROWS,  // the calling thread's
+    STEP_HEAD,
+    DECODE_RESIDUAL,  // the calling thread's, like those that follow
+    DECODE_PROJECTED,
+    DECODE_INNER,
+    DECODE_SMALL,
+    DECODE_DT,
+};
 
 // At least `floats` floats on a 64-byte boundary, not cleared, valid until this thread's next call of the same `slot`.
 // Kept by the thread: fresh pages for every call would cost more than most kernels.
@@ -40,14 +82,17 @@ struct Scratch {
     int64_t size = 0;
     ~Scratch() { free(data); }
 };
-template <int slot>
+template <Slot slot>
 static float* scratch(int64_t floats) {
     static thread_local Scratch kept;
     if (floats > kept.size) {
         free(kept.data);
         kept.size = (floats + 1023) / 1024 * 1024;
         kept.data = (float*)aligned_alloc(64, kept.size * sizeof(float));
-        if (!kept.data) abort();
+        if (!kept.data) {
+            kept.size = 0;
+            throw MK_NO_MEMORY;
+        }
     }
     return kept.data;
 }

@@ -9,7 +9,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "x86.h"
+
 #define MK_INLINE static inline __attribute__((always_inline))
+// A method, and a lambda, that becomes part of its caller, so that vectors stay in registers.
+#define MK_INSIDE inline __attribute__((always_inline))
+#define MK_BODY(...) [&](__VA_ARGS__) __attribute__((always_inline))
 
 namespace MK_ISA {
 
@@ -25,16 +30,32 @@ MK_INLINE void store(float* to, vf x) { *(vf_any*)to = x; }
 MK_INLINE vf splat(float x) { return x - vf{}; }
 MK_INLINE vi splat_int(int32_t x) { return x - vi{}; }
 
-// The first n lanes (0 < n <= W), zeros beyond: nothing outside [from, from + n) is touched.
-MK_INLINE vf load_part(const float* from, int64_t n) {
-    if (n >= W) return load(from);
+// The first n lanes (0 < n), zeros beyond: nothing outside [from, from + n) is touched. x86 has instructions for that,
+// which the address sanitizer does not look into.
+#if defined(MK_X86) && MK_WIDTH == 16 && !defined(__SANITIZE_ADDRESS__)
+MK_INLINE uint16_t first_lanes(int64_t n) { return (uint16_t)((1u << n) - 1); }
+MK_INLINE vf load_some(const float* from, int64_t n) {
+    return __builtin_ia32_loadups512_mask(from, vf{}, first_lanes(n));
+}
+MK_INLINE void store_some(float* to, vf x, int64_t n) { __builtin_ia32_storeups512_mask(to, x, first_lanes(n)); }
+#elif defined(MK_X86) && MK_WIDTH == 8 && !defined(__SANITIZE_ADDRESS__)
+MK_INLINE vi first_lanes(int64_t n) { return vi{0, 1, 2, 3, 4, 5, 6, 7} < splat_int((int32_t)n); }
+MK_INLINE vf load_some(const float* from, int64_t n) {
+    return __builtin_ia32_maskloadps256((const vf*)from, first_lanes(n));
+}
+MK_INLINE void store_some(float* to, vf x, int64_t n) { __builtin_ia32_maskstoreps256((vf*)to, first_lanes(n), x); }
+#else
+MK_INLINE vf load_some(const float* from, int64_t n) {
     vf x = {};
     memcpy(&x, from, n * sizeof(float));
     return x;
 }
+MK_INLINE void store_some(float* to, vf x, int64_t n) { memcpy(to, &x, n * sizeof(float)); }
+#endif
+MK_INLINE vf load_part(const float* from, int64_t n) { return n >= W ? load(from) : load_some(from, n); }
 MK_INLINE void store_part(float* to, vf x, int64_t n) {
     if (n >= W) store(to, x);
-    else memcpy(to, &x, n * sizeof(float));
+    else store_some(to, x, n);
 }
 
 MK_INLINE vf choose(vi mask, vf yes, vf no) { return mask ? yes : no; }
@@ -50,13 +71,29 @@ MK_INLINE vf vmax(vf a, vf b) { return choose(a > b, a, b); }
 MK_INLINE vf vmin(vf a, vf b) { return choose(a < b, a, b); }
 #endif
 
+// The sum of all lanes, halves added to halves: the order is the same whatever the compiler makes of it.
+typedef float vf4 __attribute__((vector_size(16)));
+typedef float vf8 __attribute__((vector_size(32)));
+MK_INLINE float sum(vf4 x) {
+    x += __builtin_shufflevector(x, x, 2, 3, 2, 3);
+    return x[0] + x[1];
+}
+#if MK_WIDTH >= 8
+MK_INLINE float sum(vf8 x) {
+    return sum(__builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7));
+}
+#endif
+#if MK_WIDTH == 16
 MK_INLINE float sum(vf x) {
-    float lanes[MK_WIDTH];
-    store(lanes, x);
-    // Halves added to halves: the order is the same whatever the compiler makes of it.
-    for (int64_t half = W / 2; half > 0; half /= 2)
-        for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+    return sum(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+               __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+#endif
+
+// Ask for a line of memory that will be read soon, into the second cache: on its way to the first it would wait for
+// those before it. The address may lie beyond the array: nothing is read there.
+MK_INLINE void prefetch(const void* base, int64_t byte) {
+    __builtin_prefetch((const void*)((uintptr_t)base + byte), 0, 2);
 }
 
 // exp(x) to 2 units in the last place; 0 below -87.3 (float32's normal range ends there), infinity above 88.7,
@@ -109,6 +146,8 @@ MK_INLINE vf vlog(vf x) {
 
 MK_INLINE vf vsigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }
 MK_INLINE vf vsilu(vf x) { return x * vsigmoid(x); }
+// The derivative of silu at x, given sigmoid(x).
+MK_INLINE vf silu_slope(vf x, vf gate) { return gate + x * gate * (splat(1.0f) - gate); }
 
 // log(1 + exp(x)) without overflow and, for very negative x, without losing exp(x) beside 1.
 MK_INLINE vf vsoftplus(vf x) {

@@ -1,6 +1,10 @@
 // Weight matrices as they are stored, and how W neighbouring weights of a row become floats.
 #pragma once
 
+#include "border.h"
+#include "rows.h"
+#include "vec.h"
+
 #if MK_WIDTH >= 8
 // GCC 12 warns of its own undefined vectors.
 #pragma GCC diagnostic push
@@ -14,18 +18,19 @@ namespace MK_ISA {
 
 enum WeightFormat { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NF4 = 3 };
 
-// The same fields, in the same order, as `Matrix` in matvec.py.
 struct Matrix {
-    int64_t format, rows, columns;
-    int64_t group;  // inputs that share a scale, NF4 only: a multiple of 32
-    const void* weight;
-    const void* scales;  // INT8: float [rows]; NF4: bfloat16 [rows][groups]
-    const float* bias;   // or null
+    MK_FIELDS(Matrix,
+        int64_t format, rows, columns;
+        int64_t group;  // inputs that share a scale, NF4 only: a multiple of 32
+        const void* weight;
+        const void* scales;  // INT8: float [rows]; NF4: bfloat16 [rows][groups]
+        const float* bias;   // or null
+    )
 };
 
 // Columns that are stored and read: NF4 fills its last group with zeros.
 static inline int64_t stored_columns(const Matrix& m) {
-    return m.format == NF4 ? (m.columns + m.group - 1) / m.group * m.group : m.columns;
+    return m.format == NF4 ? round_up(m.columns, m.group) : m.columns;
 }
 
 static inline int64_t bytes_per_row(const Matrix& m) {
@@ -33,32 +38,6 @@ static inline int64_t bytes_per_row(const Matrix& m) {
     if (m.format == FLOAT32) return 4 * columns;
     if (m.format == BFLOAT16) return 2 * columns;
     return m.format == INT8 ? columns : columns / 2;
-}
-
-typedef float vf4 __attribute__((vector_size(16)));
-typedef float vf8 __attribute__((vector_size(32)));
-
-MK_INLINE float total(vf4 x) {
-    x += __builtin_shufflevector(x, x, 2, 3, 2, 3);
-    return x[0] + x[1];
-}
-#if MK_WIDTH >= 8
-MK_INLINE float total(vf8 x) {
-    return total(__builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7));
-}
-#endif
-#if MK_WIDTH == 16
-// The sum of all lanes, halves added to halves; `sum` of vec.h, but in registers.
-MK_INLINE float total(vf x) {
-    return total(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                 __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-#endif
-
-// Ask for a line of memory that will be read soon, into the second cache: on its way to the first it would wait for
-// those before it. The address may lie beyond the array: nothing is read there.
-MK_INLINE void prefetch(const void* base, int64_t byte) {
-    __builtin_prefetch((const void*)((uintptr_t)base + byte), 0, 2);
 }
 
 // The formats with one number per weight: BYTES each, `get` the next W of them as floats.
@@ -125,8 +104,8 @@ struct Nf4Table {
     }
     MK_INLINE __m512i codes(const uint8_t* at) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
     // The permutation looks at the lowest 4 bits of each index only.
-    __attribute__((always_inline)) vf low(__m512i c) const { return (vf)_mm512_permutexvar_ps(c, values); }
-    __attribute__((always_inline)) vf high(__m512i c) const { return low(_mm512_srli_epi32(c, 4)); }
+    MK_INSIDE vf low(__m512i c) const { return (vf)_mm512_permutexvar_ps(c, values); }
+    MK_INSIDE vf high(__m512i c) const { return low(_mm512_srli_epi32(c, 4)); }
 #elif MK_WIDTH == 8
     __m256 negative, positive;
     MK_INLINE Nf4Table of(float scale) {
@@ -135,11 +114,11 @@ struct Nf4Table {
     }
     MK_INLINE __m256i codes(const uint8_t* at) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
     // Three bits choose within a half, the fourth between the halves.
-    __attribute__((always_inline)) vf low(__m256i c) const {
+    MK_INSIDE vf low(__m256i c) const {
         const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(c, 28));
         return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(negative, c), _mm256_permutevar8x32_ps(positive, c), upper);
     }
-    __attribute__((always_inline)) vf high(__m256i c) const { return low(_mm256_srli_epi32(c, 4)); }
+    MK_INSIDE vf high(__m256i c) const { return low(_mm256_srli_epi32(c, 4)); }
 #else
     float values[16];
     MK_INLINE Nf4Table of(float scale) {
@@ -148,12 +127,12 @@ struct Nf4Table {
         return table;
     }
     MK_INLINE const uint8_t* codes(const uint8_t* at) { return at; }
-    __attribute__((always_inline)) vf low(const uint8_t* c) const {
+    MK_INSIDE vf low(const uint8_t* c) const {
         vf x;
         for (int64_t lane = 0; lane < W; lane++) x[lane] = values[c[lane] & 15];
         return x;
     }
-    __attribute__((always_inline)) vf high(const uint8_t* c) const {
+    MK_INSIDE vf high(const uint8_t* c) const {
         vf x;
         for (int64_t lane = 0; lane < W; lane++) x[lane] = values[c[lane] >> 4];
         return x;
