@@ -1,22 +1,85 @@
-"""The structs that cross the border to the compiled kernels, each with the fields of its twin in csrc, in their order.
+"""The structs that cross the border to the compiled kernels, declared as csrc declares them, in its order.
 
-A kernel takes one of them, filled in by name; the others lie inside. The library tells how it declares them
+A kernel takes one of them, filled in by name; the others lie inside. The library tells its own declarations
 (`MK_FIELDS` in csrc/border.h), and `difference` compares, so that one built from other sources is refused instead of
 reading other memory than was meant.
 """
 
 import ctypes
 import re
-from collections.abc import Iterable, Iterator
-from ctypes import c_bool, c_double, c_float, c_int64, c_void_p
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any, ClassVar
 
-KINDS = {c_int64: "int64_t", c_float: "float", c_double: "double", c_bool: "bool", c_void_p: "pointer"}
-
-
-def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
+KINDS: dict[str, Any] = {
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "bool": ctypes.c_bool,
+    "pointer": ctypes.c_void_p,
+}
+# Name{fields} is a struct, kernel(Name) the kernel that takes it.
+DECLARED = """
+Matrix{int64_t format, rows, columns, group; pointer weight, scales, bias;}
+Matvec{Matrix matrix; int64_t batch; pointer x, y;} matvec(Matvec)
+ReadMemory{pointer data; int64_t floats; pointer result;} read_memory(ReadMemory)
+Conv{int64_t batch, length, width, taps; pointer x; int64_t x_batch, x_token; pointer weight, bias, window; int64_t
+  window_batch; pointer segments, lengths; bool with_silu;}
+ConvForward{Conv inputs; pointer y; int64_t y_batch, y_token; pointer after; int64_t after_batch;}
+  causal_conv(ConvForward)
+ConvBackward{Conv inputs; pointer d_y; int64_t d_y_batch, d_y_token; pointer d_after; int64_t after_batch; pointer
+  d_x; int64_t d_x_batch, d_x_token; pointer d_weight, d_bias, d_window; int64_t d_window_batch;}
+  causal_conv_backward(ConvBackward)
+Finish{int64_t rows, ranks, width, group; pointer y; int64_t y_row; pointer x; int64_t x_row; pointer skip, z; int64_t
+  z_row; pointer mimo_x, mimo_z, mimo_o, weight; int64_t order; float eps;}
+FinishForward{Finish inputs; pointer out;} finish(FinishForward)
+FinishBackward{Finish inputs; pointer d_out; int64_t d_out_row; pointer d_y, d_x, d_z, sums;}
+  finish_backward(FinishBackward)
+ExpandRanks{int64_t rows, ranks, width; pointer x; int64_t x_row; pointer weight, v;} expand_ranks(ExpandRanks)
+ExpandRanksBackward{int64_t rows, ranks, width; pointer x; int64_t x_row; pointer weight, d_v, d_x, d_weight;}
+  expand_ranks_backward(ExpandRanksBackward)
+Turns{int64_t batch, length, heads, angles; pointer rot; int64_t rot_batch, rot_token; pointer dt; double range;
+  pointer before, segments;}
+Pairs{int64_t state, angles; bool neighbours;}
+Side{pointer x; int64_t x_batch, x_token; pointer weight, bias;}
+Prepare{Turns turns; Pairs pairs; int64_t ranks, groups; float eps; Side b, c; pointer entering;}
+PrepareForward{Prepare inputs; pointer b, c, after;} mamba3_prepare(PrepareForward)
+PrepareBackward{Prepare inputs; pointer d_b_out, d_c_out, d_after, d_theta, d_b, d_c, d_rot, d_dt, d_before, sums;}
+  mamba3_prepare_backward(PrepareBackward)
+PerToken{pointer data; int64_t row, token, group;}
+Scan{int64_t rows, tokens, groups, channels, rank, part_channels, softplus; PerToken x, dt, z, b, c; pointer a_ir,
+  state_bir, skip_i, dt_bias_i, fresh_bs;}
+ScanForward{Scan inputs; pointer y_bsi, last_bir;} selective_scan(ScanForward)
+ScanBackward{Scan inputs; PerToken dy; pointer d_last_bir, dx_bsi, d_dt_bsi, dz_bsi, da_bir, db_kbsgr, dc_kbsgr,
+  d_state_bir, d_skip_bi, d_dt_bias_bi;} selective_scan_backward(ScanBackward)
+Sequence{pointer data; int64_t batch_stride, token_stride;}
+Ssd{int64_t b, s, m, h, p, g, r, chunk_len; Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
+  pointer segments_bs, state_bhpr;}
+SsdForward{Ssd inputs; pointer y_bsmhp, last_bhpr;} ssd_forward(SsdForward)
+SsdBackward{Ssd inputs; Sequence d_y_bsmhp; pointer d_last_bhpr, d_v_bsmhp, d_b_bsmgr, d_c_bsmgr, d_da_bsh,
+  d_w_now_bsh, d_w_later_bsh, d_state_bhpr; int64_t ranges; pointer shares;} ssd_backward(SsdBackward)
+Mamba1Step{int64_t channels, r, k; pointer conv_weight, conv_bias, A_log, A, D;}
+Mamba1StepConv{Mamba1Step step; int64_t batch; pointer projected, window_in, window_out, x;}
+  mamba1_step_conv(Mamba1StepConv)
+Mamba1StepScan{Mamba1Step step; int64_t batch, dt_rank; pointer projected, x, dt, dt_b_c, state_in, state_out, out;}
+  mamba1_step_scan(Mamba1StepScan)
+Mamba2Step{int64_t heads, p, r, groups, k, mlp; pointer conv_weight, conv_bias, dt_bias, A_log, D, norm_weight;
+  int64_t norm_group; float norm_eps, dt_low, dt_high; bool D_per_channel, norm_before_gate;}
+Mamba2StepCall{Mamba2Step step; int64_t batch; pointer projected, window_in, window_out, state_in, state_out, out;}
+  mamba2_step(Mamba2StepCall)
+Mamba3Step{int64_t heads, p, r, groups, ranks, angles; bool half, heavy_tail; pointer dt_bias, B_norm, C_norm, B_bias,
+  C_bias, mimo_x, mimo_z, mimo_o, D, norm_weight; float norm_eps, dt_low, dt_high, a_floor, rotation_range;}
+Mamba3Carried{pointer state, k_state, v_state, angle;}
+Mamba3StepCall{Mamba3Step step; int64_t batch; pointer projected; Mamba3Carried before, after; pointer out;}
+  mamba3_step(Mamba3StepCall)
+Norm{pointer weight, bias; int64_t width, centred; double eps;}
+DecodeLayer{int64_t family; pointer step; Norm norm, norm2; Matrix in_proj, out_proj, x_proj, dt_proj, fc1, fc2;
+  pointer state, window, k_state, v_state, angle;}
+DecodeModel{int64_t width, layers; pointer embedding, layer; Norm norm_f; Matrix head;}
+Decode{pointer model; int64_t batch; pointer ids, logits;} decode(Decode)
+LargePages{pointer start; int64_t bytes;} large_pages(LargePages)
+VectorFunction{int64_t which; pointer x, y; int64_t n;} vector_function(VectorFunction)
+"""
 
 
 class FieldsOnly(type(ctypes.Structure)):
@@ -27,335 +90,27 @@ class FieldsOnly(type(ctypes.Structure)):
 
 
 class Struct(ctypes.Structure, metaclass=FieldsOnly):
-    """Every struct that the library knows is derived from this one."""
-
-    kernel: ClassVar[str] = ""
-    """The kernel that takes it, if one does."""
-
-
-# weights.h, matvec.h
-
-
-class Matrix(Struct):
-    _fields_ = [*fields(c_int64, "format rows columns group"), *fields(c_void_p, "weight scales bias")]
-
-
-class Matvec(Struct):
-    kernel = "matvec"
-    _fields_ = [("matrix", Matrix), ("batch", c_int64), *fields(c_void_p, "x y")]
-
-
-class ReadMemory(Struct):
-    kernel = "read_memory"
-    _fields_ = [("data", c_void_p), ("floats", c_int64), ("result", c_void_p)]
-
-
-# causal_conv.h
-
-
-class Conv(Struct):
-    _fields_ = [
-        *fields(c_int64, "batch length width taps"),
-        ("x", c_void_p),
-        *fields(c_int64, "x_batch x_token"),
-        *fields(c_void_p, "weight bias window"),
-        ("window_batch", c_int64),
-        *fields(c_void_p, "segments lengths"),
-        ("with_silu", c_bool),
-    ]
-
-
-class ConvForward(Struct):
-    kernel = "causal_conv"
-    _fields_ = [
-        ("inputs", Conv),
-        ("y", c_void_p),
-        *fields(c_int64, "y_batch y_token"),
-        ("after", c_void_p),
-        ("after_batch", c_int64),
-    ]
-
-
-class ConvBackward(Struct):
-    kernel = "causal_conv_backward"
-    _fields_ = [
-        ("inputs", Conv),
-        ("d_y", c_void_p),
-        *fields(c_int64, "d_y_batch d_y_token"),
-        ("d_after", c_void_p),
-        ("after_batch", c_int64),
-        ("d_x", c_void_p),
-        *fields(c_int64, "d_x_batch d_x_token"),
-        *fields(c_void_p, "d_weight d_bias d_window"),
-        ("d_window_batch", c_int64),
-    ]
-
-
-# norm.h, ranks.h
-
-
-class Finish(Struct):
-    _fields_ = [
-        *fields(c_int64, "rows ranks width group"),
-        *(("y", c_void_p), ("y_row", c_int64)),
-        *(("x", c_void_p), ("x_row", c_int64), ("skip", c_void_p)),
-        *(("z", c_void_p), ("z_row", c_int64)),
-        *fields(c_void_p, "mimo_x mimo_z mimo_o weight"),
-        ("order", c_int64),
-        ("eps", c_float),
-    ]
-
-
-class FinishForward(Struct):
-    kernel = "finish"
-    _fields_ = [("inputs", Finish), ("out", c_void_p)]
-
-
-class FinishBackward(Struct):
-    kernel = "finish_backward"
-    _fields_ = [("inputs", Finish), ("d_out", c_void_p), ("d_out_row", c_int64), *fields(c_void_p, "d_y d_x d_z sums")]
-
-
-class ExpandRanks(Struct):
-    kernel = "expand_ranks"
-    _fields_ = [
-        *fields(c_int64, "rows ranks width"),
-        *(("x", c_void_p), ("x_row", c_int64)),
-        *fields(c_void_p, "weight v"),
-    ]
-
-
-class ExpandRanksBackward(Struct):
-    kernel = "expand_ranks_backward"
-    _fields_ = [
-        *fields(c_int64, "rows ranks width"),
-        *(("x", c_void_p), ("x_row", c_int64)),
-        *fields(c_void_p, "weight d_v d_x d_weight"),
-    ]
-
-
-# rotation.h, mamba3_prepare.h
-
-
-class Turns(Struct):
-    _fields_ = [
-        *fields(c_int64, "batch length heads angles"),
-        ("rot", c_void_p),
-        *fields(c_int64, "rot_batch rot_token"),
-        ("dt", c_void_p),
-        ("range", c_double),
-        *fields(c_void_p, "before segments"),
-    ]
-
-
-class Pairs(Struct):
-    _fields_ = [*fields(c_int64, "state angles"), ("neighbours", c_bool)]
-
-
-class Side(Struct):
-    _fields_ = [("x", c_void_p), *fields(c_int64, "x_batch x_token"), *fields(c_void_p, "weight bias")]
-
-
-class Prepare(Struct):
-    _fields_ = [
-        ("turns", Turns),
-        ("pairs", Pairs),
-        *fields(c_int64, "ranks groups"),
-        ("eps", c_float),
-        *fields(Side, "b c"),
-        ("entering", c_void_p),
-    ]
-
-
-class PrepareForward(Struct):
-    kernel = "mamba3_prepare"
-    _fields_ = [("inputs", Prepare), *fields(c_void_p, "b c after")]
-
-
-class PrepareBackward(Struct):
-    kernel = "mamba3_prepare_backward"
-    _fields_ = [
-        ("inputs", Prepare),
-        *fields(c_void_p, "d_b_out d_c_out d_after d_theta d_b d_c d_rot d_dt d_before sums"),
-    ]
-
-
-# selective_scan.h, selective_scan_backward.h
-
-
-class PerToken(Struct):
-    _fields_ = [("data", c_void_p), *fields(c_int64, "row token group")]
-
-
-class Scan(Struct):
-    _fields_ = [
-        *fields(c_int64, "rows tokens groups channels rank part_channels softplus"),
-        *fields(PerToken, "x dt z b c"),
-        *fields(c_void_p, "a_ir state_bir skip_i dt_bias_i fresh_bs"),
-    ]
-
-
-class ScanForward(Struct):
-    kernel = "selective_scan"
-    _fields_ = [("inputs", Scan), *fields(c_void_p, "y_bsi last_bir")]
-
-
-class ScanBackward(Struct):
-    kernel = "selective_scan_backward"
-    _fields_ = [
-        ("inputs", Scan),
-        ("dy", PerToken),
-        *fields(
-            c_void_p, "d_last_bir dx_bsi d_dt_bsi dz_bsi da_bir db_kbsgr dc_kbsgr d_state_bir d_skip_bi d_dt_bias_bi"
-        ),
-    ]
-
-
-# ssd.h, ssd_forward.h, ssd_backward.h
-
-
-class Sequence(Struct):
-    _fields_ = [("data", c_void_p), *fields(c_int64, "batch_stride token_stride")]
-
-
-class Ssd(Struct):
-    _fields_ = [
-        *fields(c_int64, "b s m h p g r chunk_len"),
-        *fields(Sequence, "v_bsmhp b_bsmgr c_bsmgr da_bsh w_now_bsh w_later_bsh"),
-        *fields(c_void_p, "segments_bs state_bhpr"),
-    ]
-
-
-class SsdForward(Struct):
-    kernel = "ssd_forward"
-    _fields_ = [("inputs", Ssd), *fields(c_void_p, "y_bsmhp last_bhpr")]
-
-
-class SsdBackward(Struct):
-    kernel = "ssd_backward"
-    _fields_ = [
-        ("inputs", Ssd),
-        ("d_y_bsmhp", Sequence),
-        *fields(c_void_p, "d_last_bhpr d_v_bsmhp d_b_bsmgr d_c_bsmgr d_da_bsh d_w_now_bsh d_w_later_bsh d_state_bhpr"),
-        ("ranges", c_int64),
-        ("shares", c_void_p),
-    ]
-
-
-# step_mamba1.h, step_mamba2.h, step_mamba3.h
-
-
-class Mamba1Step(Struct):
-    _fields_ = [*fields(c_int64, "channels r k"), *fields(c_void_p, "conv_weight conv_bias A_log A D")]
-
-
-class Mamba1StepConv(Struct):
-    kernel = "mamba1_step_conv"
-    _fields_ = [("step", Mamba1Step), ("batch", c_int64), *fields(c_void_p, "projected window_in window_out x")]
-
-
-class Mamba1StepScan(Struct):
-    kernel = "mamba1_step_scan"
-    _fields_ = [
-        ("step", Mamba1Step),
-        *fields(c_int64, "batch dt_rank"),
-        *fields(c_void_p, "projected x dt dt_b_c state_in state_out out"),
-    ]
-
-
-class Mamba2Step(Struct):
-    _fields_ = [
-        *fields(c_int64, "heads p r groups k mlp"),
-        *fields(c_void_p, "conv_weight conv_bias dt_bias A_log D norm_weight"),
-        ("norm_group", c_int64),
-        *fields(c_float, "norm_eps dt_low dt_high"),
-        *fields(c_bool, "D_per_channel norm_before_gate"),
-    ]
-
-
-class Mamba2StepCall(Struct):
-    kernel = "mamba2_step"
-    _fields_ = [
-        ("step", Mamba2Step),
-        ("batch", c_int64),
-        *fields(c_void_p, "projected window_in window_out state_in state_out out"),
-    ]
-
-
-class Mamba3Step(Struct):
-    _fields_ = [
-        *fields(c_int64, "heads p r groups ranks angles"),
-        *fields(c_bool, "half heavy_tail"),
-        *fields(c_void_p, "dt_bias B_norm C_norm B_bias C_bias mimo_x mimo_z mimo_o D norm_weight"),
-        *fields(c_float, "norm_eps dt_low dt_high a_floor rotation_range"),
-    ]
-
-
-class Mamba3Carried(Struct):
-    _fields_ = fields(c_void_p, "state k_state v_state angle")
-
-
-class Mamba3StepCall(Struct):
-    kernel = "mamba3_step"
-    _fields_ = [
-        ("step", Mamba3Step),
-        ("batch", c_int64),
-        ("projected", c_void_p),
-        *fields(Mamba3Carried, "before after"),
-        ("out", c_void_p),
-    ]
-
-
-# decode.h
-
-
-class Norm(Struct):
-    _fields_ = [*fields(c_void_p, "weight bias"), *fields(c_int64, "width centred"), ("eps", c_double)]
-
-
-class DecodeLayer(Struct):
-    _fields_ = [
-        ("family", c_int64),
-        ("step", c_void_p),
-        *fields(Norm, "norm norm2"),
-        *fields(Matrix, "in_proj out_proj x_proj dt_proj fc1 fc2"),
-        *fields(c_void_p, "state window k_state v_state angle"),
-    ]
-
-
-class DecodeModel(Struct):
-    _fields_ = [
-        *fields(c_int64, "width layers"),
-        *fields(c_void_p, "embedding layer"),
-        ("norm_f", Norm),
-        ("head", Matrix),
-    ]
-
-
-class Decode(Struct):
-    kernel = "decode"
-    _fields_ = [("model", c_void_p), ("batch", c_int64), *fields(c_void_p, "ids logits")]
-
-
-# pages.h, elementwise.h
-
-
-class LargePages(Struct):
-    kernel = "large_pages"
-    _fields_ = [("start", c_void_p), ("bytes", c_int64)]
-
-
-class VectorFunction(Struct):
-    kernel = "vector_function"
-    _fields_ = [("which", c_int64), *fields(c_void_p, "x y"), ("n", c_int64)]
+    kernel: ClassVar[str]
+    """Which takes it; empty for a struct that lies inside others."""
+
+
+def read(declarations: Iterable[str]) -> dict[str, list[str]]:
+    """What `Name{const float *a, *b; int64_t c;}` and `kernel(Name)` say: names, with their fields or argument."""
+    found: dict[str, list[str]] = {}
+    for name, body, argument in re.findall(r"(\w+)(?:\{([^}]*)\}|\((\w+)\))", " ".join(declarations)):
+        if argument:
+            found[f"{name}()"] = [argument]
+            continue
+        found[name] = []
+        for declaration in filter(str.strip, body.split(";")):
+            kind, *fields = re.findall(r"\w+", declaration.replace("const ", ""))
+            found[name] += [f"{'pointer' if '*' in declaration else kind} {field}" for field in fields]
+    return found
 
 
 def difference(layouts: Iterable[str]) -> str | None:
     """Where the library's kernels and structs first differ from the ones here, in a clause; None: nowhere."""
-    structs = Struct.__subclasses__()
-    ours = {struct.__name__: list(described(struct)) for struct in structs}
-    ours |= {f"{struct.kernel}()": [struct.__name__] for struct in structs if struct.kernel}
-    theirs = dict(map(declared, layouts))
+    ours, theirs = read([DECLARED]), read(layouts)
     for name in ours | theirs:
         if name not in theirs or name not in ours:
             return f"{name} is {'missing' if name in ours else 'new'} there"
@@ -365,19 +120,22 @@ def difference(layouts: Iterable[str]) -> str | None:
     return None
 
 
-def described(struct: type[Struct]) -> Iterator[str]:
-    for name, kind, *_ in struct._fields_:
-        yield f"{KINDS.get(kind) or kind.__name__} {name}"
+def _make() -> dict[str, Any]:
+    declared = read([DECLARED])
+    kernels = {argument: name[:-2] for name, (argument, *_) in declared.items() if name.endswith("()")}
+    made: dict[str, Any] = {}
+    for name, fields in declared.items():
+        if not name.endswith("()"):
+            kinds = [(field, {**KINDS, **made}[kind]) for kind, field in map(str.split, fields)]
+            made[name] = FieldsOnly(name, (Struct,), {"_fields_": kinds, "kernel": kernels.get(name, "")})
+    return made
 
 
-def declared(layout: str) -> tuple[str, list[str]]:
-    """What `Name{const float *a, *b; int64_t c;}` or `kernel(Name)` says: a name, and its fields or its argument."""
-    if layout.endswith(")"):
-        kernel, _, struct = layout[:-1].partition("(")
-        return f"{kernel}()", [struct]
-    name, _, body = layout.rstrip("}").partition("{")
-    found = []
-    for declaration in filter(str.strip, body.split(";")):
-        kind, *names = re.findall(r"\w+", declaration.replace("const ", ""))
-        found += [f"{'pointer' if '*' in declaration else kind} {field}" for field in names]
-    return name, found
+_STRUCTS = _make()
+
+
+def __getattr__(name: str) -> Any:
+    """`from structs import Matrix`: a struct by its name."""
+    if name in _STRUCTS:
+        return _STRUCTS[name]
+    raise AttributeError(f"no struct is called {name}")
