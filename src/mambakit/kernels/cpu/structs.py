@@ -116,22 +116,21 @@ class FinishBackward(Struct):
     _fields_ = [("inputs", Finish), ("d_out", c_void_p), ("d_out_row", c_int64), *fields(c_void_p, "d_y d_x d_z sums")]
 
 
-class ExpandRanks(Struct):
-    kernel = "expand_ranks"
+class Ranks(Struct):
     _fields_ = [
         *fields(c_int64, "rows ranks width"),
-        *(("x", c_void_p), ("x_row", c_int64)),
-        *fields(c_void_p, "weight v"),
+        *(("x", c_void_p), ("x_row", c_int64), ("weight", c_void_p)),
     ]
+
+
+class ExpandRanks(Struct):
+    kernel = "expand_ranks"
+    _fields_ = [("inputs", Ranks), ("v", c_void_p)]
 
 
 class ExpandRanksBackward(Struct):
     kernel = "expand_ranks_backward"
-    _fields_ = [
-        *fields(c_int64, "rows ranks width"),
-        *(("x", c_void_p), ("x_row", c_int64)),
-        *fields(c_void_p, "weight d_v d_x d_weight"),
-    ]
+    _fields_ = [("inputs", Ranks), *fields(c_void_p, "d_v d_x d_weight")]
 
 
 # rotation.h, mamba3_prepare.h
