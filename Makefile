@@ -53,7 +53,7 @@ headers:
 # Python itself is not built with the checker, hence the preloading; leaks would be those of the interpreter.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZED := build/sanitized/kernels.so
-OVER_KERNELS := MAMBAKIT_KERNELS=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
+OVER_KERNELS := MAMBAKIT_KERNELS=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)"
 
 sanitize: .venv/.ok $(SANITIZED)

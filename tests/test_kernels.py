@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mambakit.kernels.cpu import structs
+from mambakit.kernels.cpu.expand_ranks import ranks
 from mambakit.kernels.cpu.library import INSTRUCTION_SETS, library, pointer, run, why_missing
 from mambakit.kernels.cpu.structs import (
     ExpandRanks,
@@ -19,6 +20,7 @@ from mambakit.kernels.cpu.structs import (
     Finish,
     FinishForward,
     Mamba2Step,
+    Ranks,
     VectorFunction,
     difference,
 )
@@ -164,7 +166,7 @@ HUGE = 1 << 56
 def test_a_refusing_thread_pool_is_an_error():
     refuse = PARALLEL_FOR(lambda *arguments: 1)
     x, weight, v = torch.randn(64, 8), torch.randn(2, 8), torch.empty(64, 2, 8)
-    call = ExpandRanks(rows=64, ranks=2, width=8, x=pointer(x), x_row=8, weight=pointer(weight), v=pointer(v))
+    call = ExpandRanks(inputs=ranks(x, weight), v=pointer(v))
     library().native.mk_set_threads(ctypes.cast(refuse, ctypes.c_void_p), None)
     try:
         with pytest.raises(RuntimeError, match=r"expand_ranks.* refused by torch's thread pool"):
@@ -177,7 +179,7 @@ def test_a_refusing_thread_pool_is_an_error():
 
 def test_no_memory_is_an_error():
     with pytest.raises(MemoryError, match=r"expand_ranks_backward.* no memory"):
-        run(ExpandRanksBackward(rows=0, ranks=HUGE, width=1))
+        run(ExpandRanksBackward(inputs=Ranks(rows=0, ranks=HUGE, width=1)))
     # In all threads at once.
     with pytest.raises(MemoryError, match=r"finish.* no memory"):
         run(FinishForward(inputs=Finish(rows=64, ranks=1, width=8, group=HUGE)))

@@ -57,10 +57,10 @@ class Library:
             )
         self.has_torch_threads = self._hand_in_threads()
 
-    def function(self, struct: type[Struct]) -> Callable[[Struct], None]:
-        """The kernel that takes `struct`; raises where it could not do its work."""
+    def function(self, struct: type[Struct]) -> Callable[[Struct], int]:
+        """The kernel that takes `struct` and returns a status."""
         kernel = getattr(self.native, f"mk_{struct.kernel}_{self.instruction_set}")
-        kernel.argtypes, kernel.errcheck = [ctypes.POINTER(struct)], _check
+        kernel.argtypes = [ctypes.POINTER(struct)]
         return kernel
 
     def _ask(self, question: str, instruction_set: str, *arguments: int, answer: Any = ctypes.c_int32) -> Any:
@@ -91,12 +91,6 @@ class Library:
         return False
 
 
-def _check(status: int, function: Any, arguments: Any) -> None:
-    if status:
-        kind, why = STATUS[status]
-        raise kind(f"{function.__name__} {why}")
-
-
 @cache
 def _load() -> Library | KernelsMissingError:
     try:
@@ -122,13 +116,16 @@ def why_missing() -> str | None:
 
 
 @cache
-def _function(struct: type[Struct]) -> Callable[[Struct], None]:
+def _function(struct: type[Struct]) -> Callable[[Struct], int]:
     return library().function(struct)
 
 
 def run(arguments: Struct) -> None:
     """Runs the kernel that takes these arguments. What they point to has to live until it returns."""
-    _function(type(arguments))(arguments)
+    status = _function(type(arguments))(arguments)
+    if status:
+        kind, why = STATUS[status]
+        raise kind(f"{arguments.kernel} {why}")
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -47,25 +47,12 @@ class Inputs:
     """What both kernels read, laid out as they read it."""
 
     def __init__(
-        self,
-        y_Nmi: Tensor,
-        x_Ni: Tensor | None,
-        skip_i: Tensor | None,
-        z_Ni: Tensor | None,
-        mimo_x_mi: Tensor | None,
-        mimo_z_mi: Tensor | None,
-        mimo_o_mi: Tensor | None,
-        weight_i: Tensor | None,
-        *options: Any,
+        self, y_Nmi: Tensor, x_Ni: Tensor | None, skip_i: Tensor | None, z_Ni: Tensor | None, *rest: Any
     ) -> None:
-        self.shape, self.options = y_Nmi.shape, options
-        self.y, self.x, self.z = (
-            in_rows(y_Nmi),
-            x_Ni if x_Ni is None else in_rows(x_Ni),
-            z_Ni if z_Ni is None else in_rows(z_Ni),
-        )
-        parameters = (skip_i, mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i)
-        self.parameters = [None if t is None else t.contiguous() for t in parameters]
+        *parameters, group, order, eps = rest
+        self.shape, self.options = y_Nmi.shape, (group, order, eps)
+        self.y, self.x, self.z = in_rows(y_Nmi), *(None if t is None else in_rows(t) for t in (x_Ni, z_Ni))
+        self.parameters = [None if t is None else t.contiguous() for t in (skip_i, *parameters)]
 
     def arguments(self) -> Finish:
         (rows, ranks, width), (group, order, eps) = self.shape, self.options

@@ -35,9 +35,9 @@ Finish{int64_t rows, ranks, width, group; pointer y; int64_t y_row; pointer x; i
 FinishForward{Finish inputs; pointer out;} finish(FinishForward)
 FinishBackward{Finish inputs; pointer d_out; int64_t d_out_row; pointer d_y, d_x, d_z, sums;}
   finish_backward(FinishBackward)
-ExpandRanks{int64_t rows, ranks, width; pointer x; int64_t x_row; pointer weight, v;} expand_ranks(ExpandRanks)
-ExpandRanksBackward{int64_t rows, ranks, width; pointer x; int64_t x_row; pointer weight, d_v, d_x, d_weight;}
-  expand_ranks_backward(ExpandRanksBackward)
+Ranks{int64_t rows, ranks, width; pointer x; int64_t x_row; pointer weight;}
+ExpandRanks{Ranks inputs; pointer v;} expand_ranks(ExpandRanks)
+ExpandRanksBackward{Ranks inputs; pointer d_v, d_x, d_weight;} expand_ranks_backward(ExpandRanksBackward)
 Turns{int64_t batch, length, heads, angles; pointer rot; int64_t rot_batch, rot_token; pointer dt; double range;
   pointer before, segments;}
 Pairs{int64_t state, angles; bool neighbours;}

@@ -9,23 +9,30 @@
 
 namespace MK_ISA {
 
-struct ExpandRanks {
-    MK_FIELDS(ExpandRanks,
+struct Ranks {
+    MK_FIELDS(Ranks,
         int64_t rows, ranks, width;
         const float* x;  // [rows, width]
         int64_t x_row;
         const float* weight;  // [ranks, width]
-        float* v;             // [rows, ranks, width]
+    )
+};
+
+struct ExpandRanks {
+    MK_FIELDS(ExpandRanks,
+        Ranks inputs;
+        float* v;  // [rows, ranks, width]
     )
 };
 
 static void expand_ranks(const ExpandRanks& call) {
-    const int64_t width = call.width, tasks = count_tasks(call.rows, 16);
+    const Ranks& of = call.inputs;
+    const int64_t width = of.width, tasks = count_tasks(of.rows, 16);
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin_of(begin, tasks, call.rows); row < begin_of(end, tasks, call.rows); row++)
-            for (int64_t rank = 0; rank < call.ranks; rank++) {
-                const float *x = call.x + row * call.x_row, *weight = call.weight + rank * width;
-                float* v = call.v + (row * call.ranks + rank) * width;
+        for (int64_t row = begin_of(begin, tasks, of.rows); row < begin_of(end, tasks, of.rows); row++)
+            for (int64_t rank = 0; rank < of.ranks; rank++) {
+                const float *x = of.x + row * of.x_row, *weight = of.weight + rank * width;
+                float* v = call.v + (row * of.ranks + rank) * width;
                 each_vector(width, MK_BODY(int64_t i, int64_t lanes) {
                     store_part(v + i, load_part(x + i, lanes) * load_part(weight + i, lanes), lanes);
                 });
@@ -35,29 +42,27 @@ static void expand_ranks(const ExpandRanks& call) {
 
 struct ExpandRanksBackward {
     MK_FIELDS(ExpandRanksBackward,
-        int64_t rows, ranks, width;
-        const float* x;
-        int64_t x_row;
-        const float *weight, *d_v;
+        Ranks inputs;
+        const float* d_v;
         float *d_x, *d_weight;  // [rows, width], as weight
     )
 };
 
 static void expand_ranks_backward(const ExpandRanksBackward& call) {
-    const int64_t rows = call.rows, ranks = call.ranks, width = call.width, parts = ranks * width;
-    const int64_t tasks = count_tasks(rows, 16);
+    const Ranks& of = call.inputs;
+    const int64_t rows = of.rows, width = of.width, parts = of.ranks * width, tasks = count_tasks(rows, 16);
     float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
     parallel(tasks, [&](int64_t begin, int64_t end) {
         for (int64_t task = begin; task < end; task++)
             for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++) {
-                const float *x = call.x + row * call.x_row, *d_v = call.d_v + row * parts;
+                const float *x = of.x + row * of.x_row, *d_v = call.d_v + row * parts;
                 float *d_x = call.d_x + row * width, *sums = task_sums + task * parts;
                 each_vector(width, MK_BODY(int64_t i, int64_t lanes) {
                     vf value = load_part(x + i, lanes), d_value = {};
                     for (int64_t at = i; at < parts; at += width) {
                         vf d = load_part(d_v + at, lanes);
-                        d_value += d * load_part(call.weight + at, lanes);
+                        d_value += d * load_part(of.weight + at, lanes);
                         add_part(sums + at, d * value, lanes);
                     }
                     store_part(d_x + i, d_value, lanes);
