@@ -1,6 +1,6 @@
 """Fused kernels for the CPU, each registered behind its operation when this is imported."""
 
-from mambakit.kernels.cpu import (  # noqa: F401  # noqa: F401
+from mambakit.kernels.cpu import (  # noqa: F401
     causal_conv,
     decode,
     expand_ranks,
