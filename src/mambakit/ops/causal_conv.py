@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, cast, check_floats, check_segments
+from mambakit.ops.shapes import bind, cast, check_floats, check_lengths, check_segments
 
 
 def _fake(x_bsv: Tensor, weight_vk: Tensor, *others: Any) -> list[Tensor]:
@@ -62,6 +62,8 @@ def causal_conv(
         raise ValueError(f"weight_vk needs at least one tap, got shape {tuple(weight_vk.shape)}")
     if segments_bs is not None:
         check_segments(segments_bs)
+    if lengths_b is not None:
+        check_lengths(lengths_b, size.s)
     tensors = (x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
     (y_bsv,), window_bvk = convolve_in_parts(*tensors, [size.v], silu=silu, backend=backend)
     return y_bsv, window_bvk

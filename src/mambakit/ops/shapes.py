@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -90,11 +91,20 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
     return contextlib.nullcontext()
 
 
+def is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether a check can look at them: not while a compiler traces, nor in a tensor that is only a shape."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def check_segments(segments_bs: Tensor) -> None:
     """Segment ids are integers that never decrease along a row."""
-    if segments_bs.is_floating_point() or segments_bs.is_complex() or segments_bs.dtype == torch.bool:
+    if not is_integer(segments_bs.dtype):
         raise ValueError(f"segments_bs has to hold integer ids, got {segments_bs.dtype}")
-    if torch.compiler.is_compiling() or segments_bs.shape[1] < 2:
+    if not has_numbers(segments_bs) or segments_bs.shape[1] < 2:
         return
     falls_bs = segments_bs[:, 1:] < segments_bs[:, :-1]
     if bool(falls_bs.any()):
@@ -104,3 +114,14 @@ def check_segments(segments_bs: Tensor) -> None:
             f"segments_bs falls from {before} to {after} at token {token + 1} of row {row}; "
             "ids must not decrease, and a later segment needs an id of its own"
         )
+
+
+def check_lengths(lengths_b: Tensor, s: int) -> None:
+    """How many of a row's `s` tokens count."""
+    if not is_integer(lengths_b.dtype):
+        raise ValueError(f"lengths_b has to hold integers, got {lengths_b.dtype}")
+    if not has_numbers(lengths_b):
+        return
+    for row, length in enumerate(lengths_b.tolist()):
+        if not 0 <= length <= s:
+            raise ValueError(f"lengths_b is {length} for row {row}, expected 0 to {s} tokens")
