@@ -50,8 +50,7 @@ def causal_conv(
     row's tokens count for the returned window.
     """
     size = bind(
-        x_bsv=x_bsv,
-        weight_vk=weight_vk,
+        {"x_bsv": x_bsv, "weight_vk": weight_vk},
         bias_v=bias_v,
         window_bvk=window_bvk,
         segments_bs=segments_bs,

@@ -1,6 +1,8 @@
 """What a public op checks at its door: sizes by the letters in the names, devices, dtypes."""
 
 import contextlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Sizes:
@@ -21,21 +24,22 @@ class Sizes:
         raise AttributeError(f"no tensor has an axis {axis!r}")
 
 
-def bind(**named: Tensor | None) -> Sizes:
+def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None) -> Sizes:
     """Read every axis from the suffix of each name and return the sizes as attributes.
 
-    `bind(v_bsmhp=v, da_bsh=da)` gives `.b .s .m .h .p`. A digit is an axis of exactly that size, `None` is skipped.
-    Raises `ValueError` when a rank, a shared axis or a device does not fit.
+    `bind({"v_bsmhp": v}, da_bsh=da)` gives `.b .s .m .h .p`. A digit is an axis of exactly that size. Of the optional
+    tensors `None` is skipped. Raises `ValueError` when a rank, a shared axis or a device does not fit.
     """
+    check_tensors(required)
     sizes: dict[str, int] = {}
     seen_in: dict[str, str] = {}
     first: tuple[str, torch.device] | None = None
-    for name, tensor in named.items():
+    for name, tensor in (*required.items(), *optional.items()):
         if tensor is None:
             continue
         axes = name.rsplit("_", 1)[-1]
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} has to be a tensor, got {type(tensor).__name__}")
+            check_tensors({name: tensor})
         if tensor.dim() != len(axes):
             raise ValueError(f"{name} needs {len(axes)} axes ({', '.join(axes)}), got shape {tuple(tensor.shape)}")
         for axis, size in zip(axes, tensor.shape, strict=True):
@@ -52,6 +56,12 @@ def bind(**named: Tensor | None) -> Sizes:
         elif tensor.device != first[1]:
             raise ValueError(f"{name} is on {tensor.device} but {first[0]} on {first[1]}; move them to one device")
     return Sizes(sizes)
+
+
+def check_tensors(named: Mapping[str, Any]) -> None:
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} has to be a tensor, got {None if tensor is None else type(tensor).__name__}")
 
 
 def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None] | None = None) -> torch.dtype:
