@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import mambakit as mk
 from mambakit.ops.expand_ranks import expand_ranks
@@ -88,3 +89,24 @@ def make_tensor(name: str, dtype: torch.dtype, make: torch.Generator) -> Tensor:
     elif what in ("dt", "lambda"):
         x = x.abs() / (1 + x.abs())
     return x.to(dtype)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose numbers are in another one; its own address leads nowhere. What is computed of it is plain."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "Wrapped":
+        made = {"dtype": held.dtype, "device": held.device, "requires_grad": held.requires_grad}
+        made |= {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, **made)
+
+    def __init__(self, held: Tensor):
+        self.held = held.detach()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.held, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return cls(result) if func is torch.ops.aten.detach.default else result

@@ -85,7 +85,7 @@ def convolve_in_parts(
     if s == 0:
         segments_bs = None
     tensors = (x_bsv, weight_vk, bias_v, window_bvk)
-    kernel = CAUSAL_CONV.choose(backend, *tensors)
+    kernel = CAUSAL_CONV.choose(backend, *tensors, segments_bs, lengths_b)
     if kernel is not None:
         *parts, after_bvk = kernel(*tensors, segments_bs, lengths_b, widths, silu)
         window_dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype

@@ -63,7 +63,7 @@ def mamba3_prepare(
     if size.g == 0 or size.h % size.g:
         raise ValueError(f"axis 'h' is {size.h} in dt_bsh, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
     tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh, angle_bha)
-    kernel = MAMBA3_PREPARE.choose(backend, *tensors)
+    kernel = MAMBA3_PREPARE.choose(backend, *tensors, segments_bs)
     if kernel is not None:
         if segments_bs is not None:
             check_segments(segments_bs)

@@ -67,7 +67,7 @@ def selective_scan(
         check_segments(segments_bs)
     dtype = state_dtype(named)
     fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
-    kernel = SELECTIVE_SCAN.choose(backend, *named.values())
+    kernel = SELECTIVE_SCAN.choose(backend, *named.values(), segments_bs)
     if kernel is not None:
         y_bsi, last_bir = kernel(*named.values(), fresh_bs, dt_softplus)
         return y_bsi.to(x_bsi.dtype), last_bir

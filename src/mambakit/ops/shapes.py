@@ -132,6 +132,7 @@ def check_lengths(lengths_b: Tensor, s: int) -> None:
         raise ValueError(f"lengths_b has to hold integers, got {lengths_b.dtype}")
     if not has_numbers(lengths_b):
         return
-    for row, length in enumerate(lengths_b.tolist()):
-        if not 0 <= length <= s:
-            raise ValueError(f"lengths_b is {length} for row {row}, expected 0 to {s} tokens")
+    outside_b = (lengths_b < 0) | (lengths_b > s)
+    if bool(outside_b.any()):
+        row = int(outside_b.nonzero()[0])
+        raise ValueError(f"lengths_b is {int(lengths_b[row])} for row {row}, expected 0 to {s} tokens")

@@ -96,7 +96,9 @@ def scan(
     path.check_kernels()
     # The recurrence itself is the shortest way through one token, unless a kernel is asked for by name.
     named = asked() if path.backend == "auto" else path.backend
-    kernel = SSD.choose(path.backend, *sequence, state_bhpr) if recalculates and (s > 1 or named != "auto") else None
+    kernel = None
+    if recalculates and (s > 1 or named != "auto"):
+        kernel = SSD.choose(path.backend, *sequence, state_bhpr, segments_bs)
     state_bhpr = cast(state_bhpr, dtype)
     if s == 0:
         return v_bsmhp.clone(), state_bhpr.clone()
