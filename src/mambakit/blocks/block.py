@@ -162,7 +162,8 @@ class Layout(NamedTuple):
     def scatter(self, y_rld: Tensor, b: int, s: int) -> Tensor:
         """Outputs at the places of their tokens, zero at absent ones."""
         if y_rld.shape[1] == 0:
-            return y_rld.new_zeros(b, s, y_rld.shape[2])
+            # Not fresh zeros: these have a gradient, if a zero one.
+            return torch.nn.functional.pad(y_rld.flatten(0, 1), (0, 0, 0, b * s)).unflatten(0, (b, s))
         y_nd = y_rld.flatten(0, 1)[self.back_n].masked_fill(~self.present_n[:, None], 0)
         return y_nd.unflatten(0, (b, s))
 
@@ -170,10 +171,10 @@ class Layout(NamedTuple):
         """Segment ids by slot, which rows lose the state that enters them, and which the one that leaves them."""
         ids_n = ids_bs.flatten()
         segments_rl = ids_n[self.take_rl]
-        has_tokens_r = self.last_n >= 0
-        end_r = torch.where(has_tokens_r, ids_n[self.last_n], 0)
+        # A zero before the ids, for rows without any.
+        end_r = torch.nn.functional.pad(ids_n, (1, 0))[self.last_n + 1]
         if segments_rl.shape[1] == 0:
-            return segments_rl, end_r > 0, torch.zeros_like(has_tokens_r)
+            return segments_rl, end_r > 0, torch.zeros_like(end_r, dtype=torch.bool)
         filled_r = self.lengths_r > 0
         first_r = torch.where(filled_r, segments_rl[:, 0], end_r)
         last_r = torch.where(filled_r, segments_rl[:, -1], end_r)
