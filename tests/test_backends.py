@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import mambakit as mk
+from calls import OPERATIONS as CALLS
+from calls import Wrapped, names_of, tensors_of
+from compare import check
 from mambakit.cli.main import main
 from mambakit.ops.backends import BACKENDS, Backend, asked, register_backend, use_backend
 from mambakit.ops.operation import OPERATIONS, explain
@@ -95,6 +101,69 @@ def test_an_error_inside_leaves_nothing_changed():
     with pytest.raises(RuntimeError, match="inside"):
         fail()
     assert asked() == "auto"
+
+
+# Tensors whose numbers are not where they say.
+
+READS_ALL = ("causal_conv", "selective_scan", "ssd", "gated_rms_norm", "finish", "mamba3_prepare", "expand_ranks")
+"""Operations that hand every tensor to a kernel as it comes."""
+
+
+def outputs(result) -> dict:
+    return dict(enumerate(result if isinstance(result, tuple) else (result,)))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("operation", "name"), [(o, name) for o in CALLS for name in names_of(o)])
+def test_no_kernel_reads_a_subclass(operation, name, grad):
+    call, plain = CALLS[operation], tensors_of(operation)
+    wrapped = {**plain, name: Wrapped(plain[name])}
+    with torch.set_grad_enabled(grad):
+        check(1e-5, outputs(call(**wrapped)), outputs(call(**plain)))
+        if operation in READS_ALL:
+            with use_backend("cpu"), pytest.raises(ValueError, match=r"cannot run .*: it got a Wrapped, whose numbers"):
+                call(**wrapped)
+
+
+@pytest.mark.parametrize("operation", READS_ALL)
+def test_no_kernel_misses_a_sign(operation):
+    """Imaginary parts of conjugates are negative views: in memory they have the other sign."""
+    plain = tensors_of(operation)
+    for name, tensor in plain.items():
+        if tensor.is_floating_point():
+            negative = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+            assert negative.is_neg()
+            check(1e-5, outputs(CALLS[operation](**{**plain, name: negative})), outputs(CALLS[operation](**plain)))
+
+
+def test_shares_of_tensors_are_left_to_torch():
+    """Mixed with plain tensors torch refuses them; a norm once dropped its weight and a convolution crashed."""
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for operation in ("gated_rms_norm", "causal_conv"):
+            plain = tensors_of(operation)
+            shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
+            with torch.no_grad():
+                want = outputs(CALLS[operation](**plain))
+                got = outputs(CALLS[operation](**shares)) if operation == "gated_rms_norm" else {}
+                check(1e-5, {i: share.full_tensor() for i, share in got.items()}, {i: want[i] for i in got})
+                for name in plain:
+                    with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
+                        CALLS[operation](**{**plain, name: shares[name]})
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_kernel_reads_a_subclass_among_parameters(name):
+    model, ids = make_model(name), torch.arange(12).view(2, 6)
+    for module, own, parameter in [(m, n, p) for m in model.modules() for n, p in m.named_parameters(recurse=False)]:
+        with torch.no_grad():
+            want = model(ids)[0], model.step(ids[:, 0])[0]
+            setattr(module, own, torch.nn.Parameter(Wrapped(parameter)))
+            check(1e-5, outputs((model(ids)[0], model.step(ids[:, 0])[0])), outputs(want))
+        setattr(module, own, parameter)
 
 
 def test_a_thread_has_its_own():

@@ -22,6 +22,35 @@ def test_wrong_width(block):
         block.step(torch.zeros(2, 1, d, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_wrong_dtype(block, grad):
+    block.float()
+    x, mask = tokens(block, 2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with torch.set_grad_enabled(grad):
+        for dtype in (torch.int64, torch.bool, torch.complex64, torch.float16, torch.bfloat16, torch.float64):
+            named = pytest.raises(ValueError, match=rf"^x_bsd is {dtype}, expected torch\.float32, as the projections")
+            with named:
+                block(x.to(dtype))
+            with named:
+                block(x.to(dtype), mask_bs=mask)
+            with named:
+                block.step(x[:, 0].to(dtype))
+            if hasattr(block, "step_infinite"):
+                with named:
+                    block.step_infinite(x[:, 0].to(dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            block(x.bfloat16())
+            with pytest.raises(ValueError, match=r"^x_bsd is torch\.int64"):
+                block(x.long())
+
+
+def test_other_errors_of_torch_pass(block):
+    """Only what its dtype brought about is laid to the input's charge."""
+    del block.in_proj.weight
+    with pytest.raises(AttributeError, match="weight"):
+        block(tokens(block, 2, 3))
+
+
 def test_cache_of_another_family(block):
     other = make_block("mamba2" if type(block).__name__ == "Mamba1" else "mamba1")
     family, foreign = type(block).__name__, type(other).__name__

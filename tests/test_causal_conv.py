@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compare import CLOSE_GRADIENT, CLOSE_VALUE, check, check_only_inputs_are_kept, gradients, leaves
-from mambakit.ops.causal_conv import causal_conv
+from mambakit.ops.causal_conv import causal_conv, convolve_in_parts
 from oracles.elementwise import conv_loop
 
 LENGTHS = [0, 1, 2, 3, 4, 17]
@@ -209,3 +209,33 @@ def test_causal_and_no_wider_than_the_kernel(k: int, s: int, data: st.DataObject
 def test_bad_input_is_named(change: dict[str, Tensor], message: str):
     with pytest.raises(ValueError, match=message):
         causal_conv(**(make_inputs(dtype=torch.float32) | change))
+
+
+@backends
+@pytest.mark.parametrize(
+    ("lengths_b", "message"),
+    [
+        (torch.tensor([3, 60]), "lengths_b is 60 for row 1, expected 0 to 17 tokens"),
+        (torch.tensor([-1, 3]), "lengths_b is -1 for row 0, expected 0 to 17 tokens"),
+        (torch.tensor([3, 10**12]), "lengths_b is 1000000000000 for row 1"),
+        (torch.tensor([3.0, 4.0]), "lengths_b has to hold integers, got torch.float32"),
+        (torch.tensor([True, False]), "lengths_b has to hold integers, got torch.bool"),
+        (torch.tensor([3]), "axis 'b' is 1 in lengths_b but 2 in x_bsv"),
+    ],
+)
+def test_lengths_lie_in_the_sequence(lengths_b: Tensor, message: str, backend: str):
+    with pytest.raises(ValueError, match=message):
+        causal_conv(**make_inputs(dtype=DTYPE[backend]), lengths_b=lengths_b, backend=backend)
+
+
+@pytest.mark.parametrize("length", [60, -60])
+def test_lengths_are_bounded_where_memory_is_read(length: int):
+    """What blocks call trusts its lengths; the kernel reads no memory but its own for all that."""
+    x_bsv, weight_vk, bias_v, window_bvk = leaves(make_inputs(dtype=torch.float32)).values()
+    results = []
+    for lengths_b in (torch.tensor([length, 5]), torch.tensor([min(max(length, 0), 17), 5])):
+        tensors = (x_bsv, weight_vk, bias_v, window_bvk, None, lengths_b)
+        (y_bsv,), after_bvk = convolve_in_parts(*tensors, [3], backend="cpu")
+        d_x_bsv, d_window_bvk = torch.autograd.grad(after_bvk.square().sum(), (x_bsv, window_bvk))
+        results.append({"y": y_bsv, "window": after_bvk, "d x": d_x_bsv, "d window": d_window_bvk})
+    check(0, *results)

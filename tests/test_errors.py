@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from calls import OPERATIONS, names_of, tensors_of
 from cases import core_inputs
 from mambakit import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput, SsdPath, ssd, trapezoid
 from test_seeds import BUNDLES, SHAPES, random_fields
@@ -26,7 +27,7 @@ def double(*shape: int) -> torch.Tensor:
         ({"w_now_bsh": double(2, 6, 3)}, "axis 'h' is 3 in w_now_bsh but 4 in v_bsmhp"),
         ({"state_bhpr": double(2, 4, 2, 5)}, "axis 'p' is 2 in state_bhpr but 3 in v_bsmhp"),
         ({"v_bsmhp": double(2, 6, 4, 3)}, r"v_bsmhp needs 5 axes \(b, s, m, h, p\), got shape \(2, 6, 4, 3\)"),
-        ({"w_later_bsh": None}, None),
+        ({"w_later_bsh": None}, "w_later_bsh has to be a tensor, got None"),
         ({"da_bsh": 0.5}, "da_bsh has to be a tensor, got float"),
         (
             {"b_bsmgr": double(2, 6, 1, 3, 5), "c_bsmgr": double(2, 6, 1, 3, 5)},
@@ -40,8 +41,27 @@ def double(*shape: int) -> torch.Tensor:
     ],
 )
 def test_the_core_names_what_does_not_fit(changed, message):
-    with pytest.raises((ValueError, TypeError) if message is None else ValueError, match=message):
+    with pytest.raises(ValueError, match=message):
         ssd(**inputs(**changed))
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(operation, name) for operation in OPERATIONS for name, optional in names_of(operation).items() if not optional],
+)
+def test_what_is_needed_is_not_none(operation, name):
+    with pytest.raises(ValueError, match=f"^{name} has to be a tensor, got None$"):
+        OPERATIONS[operation](**tensors_of(operation) | {name: None})
+    with pytest.raises(ValueError, match=f"^{name} has to be a tensor, got list$"):
+        OPERATIONS[operation](**tensors_of(operation) | {name: [1.0]})
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_may_be_none_may_be(operation):
+    optional = [name for name, may_be_none in names_of(operation).items() if may_be_none]
+    for left_out in [[], optional, *([name] for name in optional)]:
+        if ("v_last_bmhp" in left_out) == ("b_last_bmgr" in left_out):
+            OPERATIONS[operation](**tensors_of(operation) | dict.fromkeys(left_out))
 
 
 @pytest.mark.parametrize(

@@ -205,3 +205,26 @@ def test_integer_masks_are_understood():
     block, mask = make_block("mamba2"), flags(MASKS["mixed"])
     x = tokens(block, 3, 8)
     assert torch.equal(block(x, mask_bs=mask.long())[0], block(x, mask_bs=mask)[0])
+
+
+@every
+@warmth
+@pytest.mark.parametrize("shape", [(2, 0), (0, 0), (0, 3)], ids=["no token", "nothing", "no row"])
+@pytest.mark.parametrize("given", [("mask_bs",), ("reset_bs",), ("mask_bs", "reset_bs")], ids="+".join)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_where_there_is_nothing_nothing_happens(name, warm, shape, given, dtype):
+    block = make_block(name, dtype)
+    x, cache = tokens(block, *shape), random_cache(block, shape[0]) if warm else block.fresh_cache(shape[0])
+    y, after = block(x, cache if warm else None, **dict.fromkeys(given, torch.ones(shape, dtype=torch.bool)))
+    assert y.shape == x.shape
+    y.sum().backward()
+    check(1e-10 if dtype == torch.float64 else 1e-6, tensors_of(after), tensors_of(cache))
+
+
+@every
+def test_packed_sequences_without_a_token(name):
+    block = make_block(name)
+    x, cache, flags = tokens(block, 1, 0), random_cache(block, 2), torch.ones(1, 0, dtype=torch.bool)
+    y, after = block(x, cache, mask_bs=flags, reset_bs=flags, cu_seqlens=torch.tensor([0, 0, 0]))
+    assert y.shape == x.shape
+    check(1e-10, tensors_of(after), tensors_of(cache))

@@ -565,3 +565,41 @@ def test_a_sharded_language_model(one_rank):
         fully_shard(model, mesh=one_rank)
         got, cache = steps(model, ids, None)
     check(1e-10, {"y": got, **flat(cache)}, {"y": want, **flat(last)})
+
+
+@pytest.mark.parametrize("residual_in_fp32", [False, True])
+def test_dtypes(residual_in_fp32):
+    config = StackConfig(block=CONFIGS["mamba2"], n_layer=2, residual_in_fp32=residual_in_fp32)
+    stack, x = Stack(config), torch.randn(2, 5, 8)
+    with pytest.raises(ValueError, match=r"^x_bsd is torch\.int64, expected torch\.float32, as the projections"):
+        stack(x.long())
+    # Norms take any dtype and give the layers theirs.
+    check(1e-2, {"y": stack(x.half())[0]}, {"y": stack(x.half().float())[0]})
+    model = LatentModel(LatentConfig(block=CONFIGS["mamba2"], n_layer=2, d_input=3, d_output=2))
+    for x in (torch.zeros(2, 5, 3, dtype=torch.int64), torch.zeros(2, 5, 3, dtype=torch.float16)):
+        for run, given in ((model, x), (model.step, x[:, 0])):
+            with pytest.raises(ValueError, match=rf"^x is {x.dtype}, expected torch\.float32, as the projections"):
+                run(given)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_token_ids(grad):
+    model = LanguageModel(ModelConfig(block=CONFIGS["mamba2"], n_layer=1, vocab_size=40))
+    ids = torch.arange(6).view(2, 3)
+    with torch.set_grad_enabled(grad):
+        for wrong in (ids + 36, ids - 1, ids + 2**40):
+            given = f"from {int(wrong.min())} to {int(wrong.max())}"
+            with pytest.raises(ValueError, match=f"^ids_bs holds ids {given}, but the vocabulary is 0 to 39$"):
+                model(wrong)
+        with pytest.raises(ValueError, match=r"^ids_bs holds ids from 40 to 40, but the vocabulary is 0 to 39$"):
+            model.step(torch.tensor([40]))
+        for wrong in (ids.float(), ids.to(torch.int16), ids.bool()):
+            with pytest.raises(ValueError, match=rf"^ids_bs is {wrong.dtype}, expected torch\.int64$"):
+                model(wrong)
+        with pytest.raises(ValueError, match=r"^ids_bs needs 2 axes \(batch, sequence\), got \(3,\)$"):
+            model(ids[0])
+        with pytest.raises(ValueError, match=r"^ids_b needs 1 axis \(batch\), got \(2, 3\)$"):
+            model.step(ids)
+        with pytest.raises(ValueError, match=r"^ids_bs needs 2 axes \(batch, sequence\), got list$"):
+            model([[1, 2]])
+        model(ids.int())

@@ -105,29 +105,34 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         rows = b if cu_seqlens is None else check_packing(cu_seqlens, x_bsd)
         if cache is None:
             cache = self.fresh_cache(rows)
-        check_cache(self, cache, rows, x_bsd)
+        else:
+            check_cache(self, cache, rows, x_bsd)
         ids_bs = None
         if reset_bs is not None:
             check_flags("reset_bs", reset_bs, x_bsd)
             ids_bs = reset_bs.bool().cumsum(1)
-        if mask_bs is None and cu_seqlens is None:
-            if ids_bs is not None and s:
-                cache = restart(self, cache, ids_bs[:, 0] > 0)
-            with path.around():
-                return self.run(x_bsd, cache, path.inside, ids_bs, None)
+        try:
+            if mask_bs is None and cu_seqlens is None:
+                if ids_bs is not None and s:
+                    cache = restart(self, cache, ids_bs[:, 0] > 0)
+                with path.around():
+                    return self.run(x_bsd, cache, path.inside, ids_bs, None)
 
-        if mask_bs is not None:
-            check_flags("mask_bs", mask_bs, x_bsd)
-        layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
-        segments = leaving = None
-        if ids_bs is not None:
-            segments, entering, leaving = layout.resets(ids_bs)
-            cache = restart(self, cache, entering)
-        with path.around():
-            y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
-        if leaving is not None:
-            cache = restart(self, cache, leaving)
-        return layout.scatter(y_rld, b, s), cache
+            if mask_bs is not None:
+                check_flags("mask_bs", mask_bs, x_bsd)
+            layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
+            segments = leaving = None
+            if ids_bs is not None:
+                segments, entering, leaving = layout.resets(ids_bs)
+                cache = restart(self, cache, entering)
+            with path.around():
+                y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
+            if leaving is not None:
+                cache = restart(self, cache, leaving)
+            return layout.scatter(y_rld, b, s), cache
+        except RuntimeError as error:
+            blame_dtype(self, "x_bsd", x_bsd, error)
+            raise
 
     def step(self, x_bd: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
         """One token."""
@@ -162,7 +167,8 @@ class Layout(NamedTuple):
     def scatter(self, y_rld: Tensor, b: int, s: int) -> Tensor:
         """Outputs at the places of their tokens, zero at absent ones."""
         if y_rld.shape[1] == 0:
-            return y_rld.new_zeros(b, s, y_rld.shape[2])
+            # Not fresh zeros: these have a gradient, if a zero one.
+            return torch.nn.functional.pad(y_rld.flatten(0, 1), (0, 0, 0, b * s)).unflatten(0, (b, s))
         y_nd = y_rld.flatten(0, 1)[self.back_n].masked_fill(~self.present_n[:, None], 0)
         return y_nd.unflatten(0, (b, s))
 
@@ -170,10 +176,10 @@ class Layout(NamedTuple):
         """Segment ids by slot, which rows lose the state that enters them, and which the one that leaves them."""
         ids_n = ids_bs.flatten()
         segments_rl = ids_n[self.take_rl]
-        has_tokens_r = self.last_n >= 0
-        end_r = torch.where(has_tokens_r, ids_n[self.last_n], 0)
+        # A zero before the ids, for rows without any.
+        end_r = torch.nn.functional.pad(ids_n, (1, 0))[self.last_n + 1]
         if segments_rl.shape[1] == 0:
-            return segments_rl, end_r > 0, torch.zeros_like(has_tokens_r)
+            return segments_rl, end_r > 0, torch.zeros_like(end_r, dtype=torch.bool)
         filled_r = self.lengths_r > 0
         first_r = torch.where(filled_r, segments_rl[:, 0], end_r)
         last_r = torch.where(filled_r, segments_rl[:, -1], end_r)
@@ -232,6 +238,29 @@ def check_input(block: Any, x_bsd: Tensor) -> None:
         raise ValueError(f"x_bsd needs 3 axes (batch, sequence, d_model = {block.d_model}), got {given}")
     if x_bsd.shape[2] != block.d_model:
         raise ValueError(f"x_bsd is {x_bsd.shape[2]} wide, but this block's d_model is {block.d_model}")
+    check_floating(block, "x_bsd", x_bsd)
+
+
+def check_floating(module: nn.Module, name: str, x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise ValueError(wrong_dtype(module, name, x))
+
+
+def blame_dtype(module: nn.Module, name: str, x: Tensor, error: RuntimeError) -> None:
+    """Raise `ValueError` in the place of torch's complaint that `x` and the projections differ in dtype.
+
+    Afterwards and not at the door: adapters, quantized projections and autocast take more dtypes than weights tell.
+    """
+    if "dtype" in str(error) and x.dtype != projection_dtype(module):
+        raise ValueError(wrong_dtype(module, name, x)) from error
+
+
+def wrong_dtype(module: nn.Module, name: str, x: Tensor) -> str:
+    return f"{name} is {x.dtype}, expected {projection_dtype(module)}, as the projections are; cast one of them"
+
+
+def projection_dtype(module: nn.Module) -> torch.dtype:
+    return next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
 
 
 def check_token(block: Any, x_bd: Tensor) -> None:

@@ -72,12 +72,14 @@ class LanguageModel(nn.Module):
         self, ids_bs: Tensor, cache: StackCache | None = None, **options: Unpack[Options]
     ) -> tuple[Tensor, StackCache]:
         """Logits over the real vocabulary, and the cache after the last token; `options` are a block's."""
+        check_axes("ids_bs", ids_bs, "batch", "sequence")
         with SsdPath.of(options.get("path")).around():
             x_bsd, after = self.backbone(self.embed(ids_bs), cache, **options)
             return self.logits(x_bsd), after
 
     def step(self, ids_b: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
         """One token."""
+        check_axes("ids_b", ids_b, "batch")
         if self.backbone.levels:
             # Without cursors, a step leaves class latents out and a call does not.
             x_bd, after = self.backbone.step(self.embed(ids_b), cache)
@@ -86,8 +88,30 @@ class LanguageModel(nn.Module):
         return logits_bsw[:, 0], after
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.backbone.embedding(ids)
+        try:
+            return self.backbone.embedding(ids)
+        except (IndexError, RuntimeError) as error:
+            # Not looked for at the door: on other devices that would wait for them.
+            wrong = wrong_ids(ids, self.config.vocab_size)
+            raise error if wrong is None else ValueError(wrong) from error
 
     def logits(self, x: Tensor) -> Tensor:
         """Of the residual stream; rows of the head that only pad the vocabulary are left out."""
         return self.lm_head(self.backbone.norm_f(x))[..., : self.config.vocab_size]
+
+
+def check_axes(name: str, ids: Tensor, *axes: str) -> None:
+    if not isinstance(ids, Tensor) or ids.dim() != len(axes):
+        given = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        needs = f"{len(axes)} {'axis' if len(axes) == 1 else 'axes'} ({', '.join(axes)})"
+        raise ValueError(f"{name} needs {needs}, got {given}")
+
+
+def wrong_ids(ids: Tensor, vocab_size: int) -> str | None:
+    """Why they have no embeddings, or None if that has other reasons."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        return f"ids_bs is {ids.dtype}, expected {torch.int64}"
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        return f"ids_bs holds ids from {low} to {high}, but the vocabulary is 0 to {vocab_size - 1}"
+    return None

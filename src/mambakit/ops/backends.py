@@ -8,7 +8,7 @@ thread's own; see docs/decisions/0008-backends.md for why it is no `ContextVar`.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,19 +41,26 @@ class Backend:
         reason = self.why_missing()
         if reason is not None:
             return reason
-        if not torch.compiler.is_compiling():
-            if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-                return "torch.func's transforms or forward-mode derivatives look at every operation"
-            for tensor in tensors:
-                if tensor is not None and type(tensor) not in PLAIN_TENSORS:
-                    return f"it got a {type(tensor).__name__}, whose numbers a kernel does not find"
+        looked_at = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        if looked_at and not torch.compiler.is_compiling():
+            return "torch.func's transforms or forward-mode derivatives look at every operation"
+        return self.why_unreadable(tensors)
+
+    def why_unreadable(self, tensors: Iterable[Tensor | None]) -> str | None:
+        """Why its kernels do not find the numbers of one of the tensors where they look for them."""
+        # What a compiler traces stands for plain tensors.
+        tracing, is_here = torch.compiler.is_compiling(), f"is_{self.device}"
         for tensor in tensors:
             if tensor is None:
                 continue
+            if not tracing and type(tensor) not in PLAIN_TENSORS:
+                return f"it got a {type(tensor).__name__}, whose numbers a kernel does not find"
             dtype = tensor.dtype
             unknown = dtype not in self.dtypes and (dtype.is_floating_point or dtype.is_complex)
-            if unknown or tensor.device.type != self.device:
+            if unknown or not getattr(tensor, is_here):
                 return f"it got a tensor of {dtype} on {tensor.device}"
+            if not tracing and tensor.is_neg():
+                return "it got the negative view of a tensor, whose numbers have the other sign in memory"
         return None
 
 

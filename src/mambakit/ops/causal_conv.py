@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, cast, check_floats, check_segments
+from mambakit.ops.shapes import bind, cast, check_floats, check_lengths, check_segments
 
 
 def _fake(x_bsv: Tensor, weight_vk: Tensor, *others: Any) -> list[Tensor]:
@@ -50,8 +50,7 @@ def causal_conv(
     row's tokens count for the returned window.
     """
     size = bind(
-        x_bsv=x_bsv,
-        weight_vk=weight_vk,
+        {"x_bsv": x_bsv, "weight_vk": weight_vk},
         bias_v=bias_v,
         window_bvk=window_bvk,
         segments_bs=segments_bs,
@@ -62,6 +61,8 @@ def causal_conv(
         raise ValueError(f"weight_vk needs at least one tap, got shape {tuple(weight_vk.shape)}")
     if segments_bs is not None:
         check_segments(segments_bs)
+    if lengths_b is not None:
+        check_lengths(lengths_b, size.s)
     tensors = (x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
     (y_bsv,), window_bvk = convolve_in_parts(*tensors, [size.v], silu=silu, backend=backend)
     return y_bsv, window_bvk
@@ -84,7 +85,7 @@ def convolve_in_parts(
     if s == 0:
         segments_bs = None
     tensors = (x_bsv, weight_vk, bias_v, window_bvk)
-    kernel = CAUSAL_CONV.choose(backend, *tensors)
+    kernel = CAUSAL_CONV.choose(backend, *tensors, segments_bs, lengths_b)
     if kernel is not None:
         *parts, after_bvk = kernel(*tensors, segments_bs, lengths_b, widths, silu)
         window_dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype

@@ -15,7 +15,7 @@ EXPAND_RANKS = TorchOperation(
 
 def expand_ranks(x_bshp: Tensor, weight_hmp: Tensor, *, backend: str = "auto") -> Tensor:
     """`v_bsmhp`: `x weight[m]` for every rank, in the dtype of `x`."""
-    size = bind(x_bshp=x_bshp, weight_hmp=weight_hmp)
+    size = bind({"x_bshp": x_bshp, "weight_hmp": weight_hmp})
     check_floats({"x_bshp": x_bshp}, {"weight_hmp": weight_hmp})
     weight_mhp = weight_hmp.transpose(0, 1)
     kernel = EXPAND_RANKS.choose(backend, x_bshp, weight_hmp)

@@ -49,22 +49,21 @@ def mamba3_prepare(
 
     Returns `b_bsmhr` and `c_bsmhr` in the dtype of `b`. Head `i` belongs to group `i // (h / g)`.
     """
-    named = {
+    data = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bsa": rot_bsa}
+    others = {
         "b_weight_r": b_weight_r,
         "c_weight_r": c_weight_r,
         "b_bias_hmr": b_bias_hmr,
         "c_bias_hmr": c_bias_hmr,
         "dt_bsh": dt_bsh,
-        "angle_bha": angle_bha,
     }
-    data: dict[str, Tensor | None] = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bsa": rot_bsa}
-    size = bind(**data, **named, segments_bs=segments_bs)
-    check_floats(data, named)
+    size = bind({**data, **others}, angle_bha=angle_bha, segments_bs=segments_bs)
+    check_floats({**data}, {**others, "angle_bha": angle_bha})
     check_pairing(pairing, size.a, size.r)
     if size.g == 0 or size.h % size.g:
         raise ValueError(f"axis 'h' is {size.h} in dt_bsh, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
     tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh, angle_bha)
-    kernel = MAMBA3_PREPARE.choose(backend, *tensors)
+    kernel = MAMBA3_PREPARE.choose(backend, *tensors, segments_bs)
     if kernel is not None:
         if segments_bs is not None:
             check_segments(segments_bs)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, cast, check_floats
+from mambakit.ops.shapes import bind, cast, check_floats, check_tensors
 
 
 def rms_norm(
@@ -36,7 +36,9 @@ def gated_rms_norm(
     backend: str = "auto",
 ) -> Tensor:
     """`rms_norm(x * silu(z))`, or `rms_norm(x) * silu(z)` with `norm_before_gate`; `z=None` is no gate."""
-    check_floats({"x": x}, {"z": z, "weight": weight})
+    optional = {"z": z, "weight": weight}
+    check_tensors({"x": x, **{name: tensor for name, tensor in optional.items() if tensor is not None}})
+    check_floats({"x": x}, optional)
     width = x.shape[-1] if x.dim() else 0
     if width < 1:
         raise ValueError(f"x needs a last axis of at least one channel, got shape {tuple(x.shape)}")
@@ -91,13 +93,10 @@ def finish(
 
     Without `weight_i` there is no norm, only the gate: `u_m silu(g_m)`.
     """
-    parameters = {
-        "skip_i": skip_i,
-        "weight_i": weight_i,
-        "mimo_x_mi": mimo_x_mi,
-        "mimo_z_mi": mimo_z_mi,
-        "mimo_o_mi": mimo_o_mi,
-    }
+    data = {"y_bsmi": y_bsmi, "x_bsi": x_bsi, "z_bsi": z_bsi}
+    optional = {"weight_i": weight_i, "mimo_x_mi": mimo_x_mi, "mimo_z_mi": mimo_z_mi, "mimo_o_mi": mimo_o_mi}
+    bind({**data, "skip_i": skip_i}, **optional)
+    check_floats({**data}, {"skip_i": skip_i, **optional})
     group_size = check_group_size(group_size, z_bsi.shape[-1])
     order = NORM_FIRST if norm_before_gate else GATE_FIRST
     inputs = (
@@ -108,11 +107,7 @@ def finish(
         *(mimo_x_mi, mimo_z_mi, mimo_o_mi, weight_i),
         *(group_size, NO_NORM if weight_i is None else order, eps),
     )
-    kernel = FINISH.choose(backend, y_bsmi, x_bsi, z_bsi, *parameters.values())
-    if kernel is not None:
-        # What the kernel would read past its end, torch's operators refuse.
-        bind(y_bsmi=y_bsmi, x_bsi=x_bsi, z_bsi=z_bsi, **parameters)
-        check_floats({"y_bsmi": y_bsmi, "x_bsi": x_bsi, "z_bsi": z_bsi}, parameters)
+    kernel = FINISH.choose(backend, *data.values(), skip_i, *optional.values())
     (out_Ni,) = plain_finish(*inputs) if kernel is None else kernel(*inputs)
     return cast(out_Ni.view(z_bsi.shape), z_bsi.dtype)
 

@@ -20,7 +20,7 @@ def unit_quaternion(rot_bshj3: Tensor, dt_bsh: Tensor, rotation_range: float = 1
 
     A zero `rot` gives the identity, with a finite gradient.
     """
-    bind(rot_bshj3=rot_bshj3, dt_bsh=dt_bsh)
+    bind({"rot_bshj3": rot_bshj3, "dt_bsh": dt_bsh})
     wide = check_floats({"rot_bshj3": rot_bshj3}, {"dt_bsh": dt_bsh})
     rot_bshj3 = rot_bshj3.to(wide)
     size_bshj1 = length(rot_bshj3)
@@ -45,7 +45,7 @@ def running_quaternion(
     Returns `Q_bshj4` and the last of it, the next call's carry. Each of `segments_bs` but the first starts from the
     identity.
     """
-    size = bind(q_bshj4=q_bshj4, carry_bhj4=carry_bhj4, segments_bs=segments_bs)
+    size = bind({"q_bshj4": q_bshj4}, carry_bhj4=carry_bhj4, segments_bs=segments_bs)
     wide = check_floats({"q_bshj4": q_bshj4}, {"carry_bhj4": carry_bhj4})
     identity_4 = torch.tensor(IDENTITY, dtype=wide, device=q_bshj4.device)
     if carry_bhj4 is None:
@@ -64,7 +64,7 @@ def rotate_quaternion(x_bsmhr: Tensor, q_bshj4: Tensor) -> Tensor:
 
     Computed in at least float32, returned in the dtype of `x`.
     """
-    size = bind(x_bsmhr=x_bsmhr, q_bshj4=q_bshj4)
+    size = bind({"x_bsmhr": x_bsmhr, "q_bshj4": q_bshj4})
     check_floats({"x_bsmhr": x_bsmhr}, {"q_bshj4": q_bshj4})
     if 4 * size.j > size.r:
         raise ValueError(f"{size.j} quaternions need a state axis of at least {4 * size.j} entries, got {size.r}")

@@ -22,7 +22,7 @@ def running_angle(
     `angle_bha` is the angle before the first token (None: zeros). Returns `angle_bsha`, at least float32, and the angle
     after the last token. Each of `segments_bs` but the first starts from zero.
     """
-    size = bind(rot_bsa=rot_bsa, dt_bsh=dt_bsh, angle_bha=angle_bha, segments_bs=segments_bs)
+    size = bind({"rot_bsa": rot_bsa, "dt_bsh": dt_bsh}, angle_bha=angle_bha, segments_bs=segments_bs)
     dtype = check_floats({"rot_bsa": rot_bsa}, {"dt_bsh": dt_bsh, "angle_bha": angle_bha})
     # An angle is used modulo a turn while its sum grows with the sequence: float32 would lose its digits.
     wide = torch.float32 if rot_bsa.device.type == "mps" else torch.float64
@@ -58,7 +58,7 @@ def rotate(x_bsmhr: Tensor, angle_bsha: Tensor, pairing: str = "interleaved") ->
 def rotate_all(xs_bsmhr: tuple[Tensor, ...], angle_bsha: Tensor, pairing: str = "interleaved") -> tuple[Tensor, ...]:
     """`rotate` for several tensors and one sine and cosine."""
     for x_bsmhr in xs_bsmhr:
-        size = bind(x_bsmhr=x_bsmhr, angle_bsha=angle_bsha)
+        size = bind({"x_bsmhr": x_bsmhr, "angle_bsha": angle_bsha})
         check_floats({"x_bsmhr": x_bsmhr}, {"angle_bsha": angle_bsha})
         check_pairing(pairing, size.a, size.r)
     angle_bs1ha = angle_bsha.to(torch.promote_types(angle_bsha.dtype, torch.float32))[:, :, None]

@@ -57,16 +57,17 @@ def selective_scan(
     conjugate pair and `y` is twice the real part of the sum. Raises `ValueError` for sizes, dtypes or devices that do
     not fit.
     """
-    named = {"x_bsi": x_bsi, "dt_bsi": dt_bsi, "a_ir": a_ir, "b_bsgr": b_bsgr, "c_bsgr": c_bsgr, "state_bir": state_bir}
-    named |= {"skip_i": skip_i, "z_bsi": z_bsi, "dt_bias_i": dt_bias_i}
-    size = bind(**named, segments_bs=segments_bs)
+    required = {"x_bsi": x_bsi, "dt_bsi": dt_bsi, "a_ir": a_ir, "b_bsgr": b_bsgr, "c_bsgr": c_bsgr}
+    optional = {"state_bir": state_bir, "skip_i": skip_i, "z_bsi": z_bsi, "dt_bias_i": dt_bias_i}
+    named = {**required, **optional}
+    size = bind(required, **optional, segments_bs=segments_bs)
     if size.g == 0 or size.i % size.g:
         raise ValueError(f"axis 'i' of x_bsi is {size.i}, not a multiple of the {size.g} groups of b_bsgr")
     if segments_bs is not None:
         check_segments(segments_bs)
     dtype = state_dtype(named)
     fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
-    kernel = SELECTIVE_SCAN.choose(backend, *named.values())
+    kernel = SELECTIVE_SCAN.choose(backend, *named.values(), segments_bs)
     if kernel is not None:
         y_bsi, last_bir = kernel(*named.values(), fresh_bs, dt_softplus)
         return y_bsi.to(x_bsi.dtype), last_bir

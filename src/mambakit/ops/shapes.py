@@ -1,12 +1,16 @@
 """What a public op checks at its door: sizes by the letters in the names, devices, dtypes."""
 
 import contextlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Sizes:
@@ -20,21 +24,22 @@ class Sizes:
         raise AttributeError(f"no tensor has an axis {axis!r}")
 
 
-def bind(**named: Tensor | None) -> Sizes:
+def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None) -> Sizes:
     """Read every axis from the suffix of each name and return the sizes as attributes.
 
-    `bind(v_bsmhp=v, da_bsh=da)` gives `.b .s .m .h .p`. A digit is an axis of exactly that size, `None` is skipped.
-    Raises `ValueError` when a rank, a shared axis or a device does not fit.
+    `bind({"v_bsmhp": v}, da_bsh=da)` gives `.b .s .m .h .p`. A digit is an axis of exactly that size. Of the optional
+    tensors `None` is skipped. Raises `ValueError` when a rank, a shared axis or a device does not fit.
     """
+    check_tensors(required)
     sizes: dict[str, int] = {}
     seen_in: dict[str, str] = {}
     first: tuple[str, torch.device] | None = None
-    for name, tensor in named.items():
+    for name, tensor in (*required.items(), *optional.items()):
         if tensor is None:
             continue
         axes = name.rsplit("_", 1)[-1]
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} has to be a tensor, got {type(tensor).__name__}")
+            check_tensors({name: tensor})
         if tensor.dim() != len(axes):
             raise ValueError(f"{name} needs {len(axes)} axes ({', '.join(axes)}), got shape {tuple(tensor.shape)}")
         for axis, size in zip(axes, tensor.shape, strict=True):
@@ -51,6 +56,12 @@ def bind(**named: Tensor | None) -> Sizes:
         elif tensor.device != first[1]:
             raise ValueError(f"{name} is on {tensor.device} but {first[0]} on {first[1]}; move them to one device")
     return Sizes(sizes)
+
+
+def check_tensors(named: Mapping[str, Any]) -> None:
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} has to be a tensor, got {None if tensor is None else type(tensor).__name__}")
 
 
 def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None] | None = None) -> torch.dtype:
@@ -90,11 +101,20 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
     return contextlib.nullcontext()
 
 
+def is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether a check can look at them: not while a compiler traces, nor in a tensor that is only a shape."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def check_segments(segments_bs: Tensor) -> None:
     """Segment ids are integers that never decrease along a row."""
-    if segments_bs.is_floating_point() or segments_bs.is_complex() or segments_bs.dtype == torch.bool:
+    if not is_integer(segments_bs.dtype):
         raise ValueError(f"segments_bs has to hold integer ids, got {segments_bs.dtype}")
-    if torch.compiler.is_compiling() or segments_bs.shape[1] < 2:
+    if not has_numbers(segments_bs) or segments_bs.shape[1] < 2:
         return
     falls_bs = segments_bs[:, 1:] < segments_bs[:, :-1]
     if bool(falls_bs.any()):
@@ -104,3 +124,15 @@ def check_segments(segments_bs: Tensor) -> None:
             f"segments_bs falls from {before} to {after} at token {token + 1} of row {row}; "
             "ids must not decrease, and a later segment needs an id of its own"
         )
+
+
+def check_lengths(lengths_b: Tensor, s: int) -> None:
+    """How many of a row's `s` tokens count."""
+    if not is_integer(lengths_b.dtype):
+        raise ValueError(f"lengths_b has to hold integers, got {lengths_b.dtype}")
+    if not has_numbers(lengths_b):
+        return
+    outside_b = (lengths_b < 0) | (lengths_b > s)
+    if bool(outside_b.any()):
+        row = int(outside_b.nonzero()[0])
+        raise ValueError(f"lengths_b is {int(lengths_b[row])} for row {row}, expected 0 to {s} tokens")

@@ -55,8 +55,8 @@ def ssd(
     devices that do not fit together.
     """
     data = {"v_bsmhp": v_bsmhp, "b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr}
-    weights = {"da_bsh": da_bsh, "w_now_bsh": w_now_bsh, "w_later_bsh": w_later_bsh, "state_bhpr": state_bhpr}
-    size, dtype = check_core(data, weights, segments_bs)
+    weights = {"da_bsh": da_bsh, "w_now_bsh": w_now_bsh, "w_later_bsh": w_later_bsh}
+    size, dtype = check_core(data, weights, {"state_bhpr": state_bhpr}, segments_bs)
     if state_bhpr is None:
         state_bhpr = v_bsmhp.new_zeros(size.b, size.h, size.p, size.r, dtype=dtype)
     return scan(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh, state_bhpr, SsdPath.of(path), segments_bs)
@@ -64,15 +64,15 @@ def ssd(
 
 def check_core(
     data: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor | None],
+    weights: Mapping[str, Tensor],
+    carried: Mapping[str, Tensor | None],
     segments_bs: Tensor | None,
-    **others: Tensor | None,
 ) -> tuple[Sizes, torch.dtype]:
-    """The sizes of a scan's inputs, v first, and the dtype to compute in; of `others` only sizes and devices count."""
-    size = bind(**data, **weights, segments_bs=segments_bs, **others)
+    """The sizes of a scan's inputs, v first, and the dtype to compute in; what is carried from before may be None."""
+    size = bind({**data, **weights}, **carried, segments_bs=segments_bs)
     if size.g == 0 or size.h % size.g:
         raise ValueError(f"axis 'h' is {size.h} in v_bsmhp, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
-    dtype = check_floats({**data}, {**weights})
+    dtype = check_floats({**data}, {**weights, **carried})
     if segments_bs is not None:
         check_segments(segments_bs)
     return size, dtype
@@ -96,7 +96,9 @@ def scan(
     path.check_kernels()
     # The recurrence itself is the shortest way through one token, unless a kernel is asked for by name.
     named = asked() if path.backend == "auto" else path.backend
-    kernel = SSD.choose(path.backend, *sequence, state_bhpr) if recalculates and (s > 1 or named != "auto") else None
+    kernel = None
+    if recalculates and (s > 1 or named != "auto"):
+        kernel = SSD.choose(path.backend, *sequence, state_bhpr, segments_bs)
     state_bhpr = cast(state_bhpr, dtype)
     if s == 0:
         return v_bsmhp.clone(), state_bhpr.clone()

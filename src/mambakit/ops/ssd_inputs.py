@@ -19,7 +19,7 @@ class _Bundle(ABC):
 
     def __post_init__(self) -> None:
         named = self._tensors()
-        size = bind(**named)
+        size = bind(named)
         if size.n < 1 or size.l < 1:
             raise ValueError(f"a bundle needs at least one chunk of one token, got n = {size.n} and l = {size.l}")
         data: dict[str, Tensor | None] = {
@@ -29,7 +29,9 @@ class _Bundle(ABC):
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]  # a dataclass
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        if self.init_state_hpr is None:
+            del named["init_state_hpr"]
+        return named
 
     @abstractmethod
     def run(self, path: SsdPath | None = None) -> tuple[Tensor, Tensor]:

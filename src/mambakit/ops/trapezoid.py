@@ -40,8 +40,9 @@ def trapezoid(
     if (v_last_bmhp is None) != (b_last_bmgr is None):
         raise ValueError("v_last_bmhp and b_last_bmgr describe one token: give both or neither")
     data = {"v_bsmhp": v_bsmhp, "b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr}
-    weights = {"da_bsh": da_bsh, "dt_bsh": dt_bsh, "lambda_bsh": lambda_bsh, "state_bhpr": state_bhpr}
-    size, wide = check_core(data, weights, segments_bs, v_last_bmhp=v_last_bmhp, b_last_bmgr=b_last_bmgr)
+    weights = {"da_bsh": da_bsh, "dt_bsh": dt_bsh, "lambda_bsh": lambda_bsh}
+    carried = {"state_bhpr": state_bhpr, "v_last_bmhp": v_last_bmhp, "b_last_bmgr": b_last_bmgr}
+    size, wide = check_core(data, weights, carried, segments_bs)
     if v_last_bmhp is None or b_last_bmgr is None:
         v_last_bmhp = v_bsmhp.new_zeros(size.b, size.m, size.h, size.p)
         b_last_bmgr = b_bsmgr.new_zeros(size.b, size.m, size.g, size.r)

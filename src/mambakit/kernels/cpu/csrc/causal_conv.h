@@ -59,7 +59,12 @@ struct ConvRow {
     const float* window_rows;  // [taps, width], null: zeros
     const float* zeros;
 
-    int64_t end() const { return conv->lengths ? conv->lengths[row] : conv->length; }
+    // No length is trusted: there is other memory beyond the row.
+    int64_t end() const {
+        if (!conv->lengths) return conv->length;
+        const int64_t end = conv->lengths[row];
+        return end < 0 ? 0 : least(end, conv->length);
+    }
     int64_t segment(int64_t t) const { return conv->segments[row * conv->length + (t < 0 ? 0 : t)]; }
     bool together(int64_t p, int64_t t) const {
         return !conv->segments || conv->length == 0 || segment(p) == segment(t);
