@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "evaluate_every": {"default": 250, "type": int, "help": "steps between evaluations"},
     "evaluate_bytes": {"default": 200_000, "type": int, "help": "held-out text of each but the last"},
     "save_every": {"default": 250, "type": int, "help": "steps between checkpoints"},
+    "skip_bad_steps": {"default": 0, "type": int, "help": "pass over so many steps with a loss or gradients like NaN"},
     "tensorboard": {"default": True, "action": argparse.BooleanOptionalAction, "help": "log to DIR/logs"},
 }
 CHANGEABLE = FREE | {"tensorboard"}

@@ -71,7 +71,10 @@ def train(trainer: Trainer, folder: Path, tokens: Tokens, watch: Watch) -> float
             while trainer.step < settings.steps:
                 step = trainer.advance()
                 is_last = step.number == settings.steps
-                if log:
+                if log and step.skipped is not None:
+                    log.write(step=step.number, skipped=step.skipped)
+                    watch.note(f"skipped: {step.skipped}")
+                elif log:
                     log.write(step=step.number, loss=step.loss, lr=step.lr, norm=step.norm)
                     watch.step(step)
                 if is_last or step.number % settings.evaluate_every == 0:
