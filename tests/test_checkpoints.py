@@ -33,7 +33,7 @@ BLOCKS = {
     "mamba3-options": Mamba3Config(**HEADS, is_mimo=True, mimo_rank=2, is_outproj_norm=True, rope_fraction=1.0),
 }
 OURS_ALONE = {
-    "mamba2-states": Mamba2Config(**HEADS, learnable_init_states=True),
+    "mamba2-states": Mamba2Config(**HEADS, learnable_init_states=True, norm_eps=0.02),
     "mamba3-quaternion": Mamba3Config(**HEADS, rotation="quaternion", a_activation="softplus", dt_limit=(0.0, 9.0)),
 }
 STACK_OPTIONS = {
@@ -306,6 +306,7 @@ class TestTransformers:
             ),
             ("Mamba2", {"head_dim": 8, "num_heads": 4, "n_groups": 1}),
             ("Mamba2", {"head_dim": 8, "num_heads": 4, "n_groups": 2, "time_step_limit": (0.01, math.inf)}),
+            ("Mamba2", {"head_dim": 8, "num_heads": 4, "n_groups": 1, "layer_norm_epsilon": 0.02}),
         ],
     )
     @pytest.mark.parametrize("shard", ["5GB", "4KB"])
@@ -369,7 +370,9 @@ class TestWhatFormatsCannotExpress:
             (Mamba2Config(**HEADS, ngroups=2), {}, "transformers", "block.norm_group_size = 16"),
             (Mamba2Config(**HEADS, d_ssm=16), {}, "transformers", "num_heads"),
             (Mamba2Config(**HEADS, D_has_hdim=True), {}, "transformers", "block.D_has_hdim = True"),
-            (Mamba2Config(**HEADS), {"norm_eps": 1e-6}, "transformers", "layer_norm_epsilon"),
+            (Mamba2Config(**HEADS), {"norm_eps": 1e-6}, "transformers", "cannot express norm_eps = 1e-06"),
+            (Mamba2Config(**HEADS, norm_eps=1e-6), {}, "transformers", "cannot express norm_eps = 1e-05"),
+            (Mamba2Config(**HEADS, norm_eps=1e-6), {}, "official", "block.norm_eps = 1e-06"),
             (Mamba1Config(**WIDTH), {"norm_eps": 1e-6}, "official", "norm_eps = 1e-06"),
             (Mamba2Config(**HEADS, expand=1.5), {}, "official", "block.expand = 1.5"),
             (Mamba2Config(**HEADS, learnable_init_states=True), {}, "official", "block.learnable_init_states = True"),

@@ -45,7 +45,13 @@ BLOCK = {
         "time_step_init_scheme": "dt_init",
         **SHARED,
     },
-    "mamba2": {"head_dim": "per_head_dim", "n_groups": "ngroups", "time_step_limit": "dt_limit", **SHARED},
+    "mamba2": {
+        "head_dim": "per_head_dim",
+        "n_groups": "ngroups",
+        "time_step_limit": "dt_limit",
+        "layer_norm_epsilon": "norm_eps",  # of the gated norm, as of all others
+        **SHARED,
+    },
 }
 IGNORED = {
     *("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
@@ -71,12 +77,7 @@ IMPLIED: dict[str, Callable[[Any], Any]] = {
 """Fields that repeat others, or have one value in every model here."""
 IMPLIED_IN: dict[str, dict[str, Callable[[Any], Any]]] = {
     "mamba1": IMPLIED,
-    "mamba2": {
-        **IMPLIED,
-        "num_heads": lambda config: config.block.nheads,
-        # The gated norm takes it too, and ours is fixed.
-        "layer_norm_epsilon": lambda config: 1e-5,
-    },
+    "mamba2": {**IMPLIED, "num_heads": lambda config: config.block.nheads},
 }
 
 
