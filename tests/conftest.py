@@ -42,6 +42,7 @@ SLOW = {
     "test_export.py::test_torch_export",
     "test_kernel_ssd.py::test_opcheck",
     "test_kernels.py::test_missing_kernels_say_why",
+    "test_mutations.py::",
     "test_quantization.py::test_loss_on_text",
     "test_rotation.py::test_quaternion_product_is_a_proper_operator",
     "test_trainer_runs.py::",

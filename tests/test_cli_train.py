@@ -10,8 +10,7 @@ import pytest
 import mambakit as mk
 from mambakit.cli.main import main
 from mambakit.training.loop import Trainer
-from test_trainer import make_tokenizer
-from trainer_cases import losses, make_documents
+from trainer_cases import losses, make_documents, make_tokenizer
 
 TINY = ["--d-model=16", "--layers=1", "--state-rank=8", "--head-dim=8", "--batch=4", "--seq-len=16", "--warmup=2"]
 TINY += ["--evaluate-every=4", "--save-every=2", "--held-out=0.2", "--no-tensorboard"]

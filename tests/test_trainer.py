@@ -18,7 +18,7 @@ from mambakit.training.run import read_log, save, train
 from mambakit.training.run_checkpoints import RunCheckpoints, Saved
 from mambakit.training.schedules import share_of_peak
 from mambakit.training.settings import TrainSettings
-from trainer_cases import Silent, losses, make_documents, make_model, make_trainer
+from trainer_cases import Silent, losses, make_documents, make_model, make_tokenizer, make_trainer
 
 
 def test_folders_are_read_without_what_is_no_text(tmp_path):
@@ -116,20 +116,6 @@ def test_tokenizer_files(tmp_path):
     with pytest.raises(ValueError, match=r"bad\.txt is not UTF-8 \(byte 0xe9 at 3\)"):
         encode([Document("bad.txt", b"caf\xe9")], tokens)
     assert encode([Document("bad.txt", b"caf\xe9")], Bytes())[0].tolist() == [256, 99, 97, 102, 0xE9]
-
-
-def make_tokenizer(folder: Path) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(["to be or not to be"] * 20, trainer)
-    tokenizer.save(str(folder / "tok.json"))
-    return folder / "tok.json"
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

@@ -56,7 +56,7 @@ class Mamba2Config(BlockConfig):
 
     def __post_init__(self) -> None:
         sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "conv_kernel", "d_inner", "ssm_width")
-        check_positive(self, *sizes, "norm_eps", "dt_min", "dt_init_floor")
+        check_positive(self, *sizes, "norm_width", "norm_eps", "dt_min", "dt_init_floor")
         if self.ssm_width > self.d_inner:
             raise ValueError(f"d_ssm = {self.d_ssm} is above d_inner = {self.d_inner}")
         check_divides("per_head_dim", self.per_head_dim, "d_inner" if self.d_ssm is None else "d_ssm", self.ssm_width)

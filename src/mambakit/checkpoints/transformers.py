@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 from mambakit.blocks.family import FAMILIES, family_of
-from mambakit.checkpoints.fields import Lint, renamed, same
+from mambakit.checkpoints.fields import Lint, renamed, same, shown
 from mambakit.models.language_model import ModelConfig
 
 FAMILY = {"mamba": "mamba1", "mamba2": "mamba2"}
@@ -85,7 +85,7 @@ def read(values: dict[str, Any]) -> ModelConfig:
     """The gated norm of Mamba-2 is taken per group, as in the official code."""
     model_type = values["model_type"]
     if not isinstance(model_type, str) or model_type not in FAMILY:
-        raise ValueError(f"model_type = {model_type!r} is not supported, expected {' or '.join(FAMILY)}")
+        raise ValueError(f"model_type = {shown(model_type)} is not supported, expected {' or '.join(FAMILY)}")
     family = FAMILY[model_type]
     implied = IMPLIED_IN[family]
     values = {name: value for name, value in values.items() if name not in IGNORED | IGNORED_IN[family]}
@@ -99,7 +99,7 @@ def read(values: dict[str, Any]) -> ModelConfig:
     config = lint.build(family, model, renamed(values, BLOCK[family]))
     for name in implied.keys() & values.keys():
         if values[name] != implied[name](config):
-            lint.add(f"{name} = {values[name]!r}, but only {implied[name](config)!r} goes with the other fields")
+            lint.add(f"{name} = {shown(values[name])}, but only {implied[name](config)!r} goes with the other fields")
     lint.close()
     return config
 
