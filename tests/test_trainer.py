@@ -12,6 +12,7 @@ from mambakit.blocks.param_groups import hand_over, maps_of, param_groups
 from mambakit.text.documents import Document, hold_out, read_documents, standard_library
 from mambakit.text.tokens import Bytes, TokenizerFile, read_tokens
 from mambakit.training.batches import Rows, encode
+from mambakit.training.lock import LOCK
 from mambakit.training.loop import Trainer
 from mambakit.training.objective import Objective, TokenLosses, bits_per_byte
 from mambakit.training.run import read_log, save, train
@@ -514,3 +515,47 @@ def test_a_run_is_logged_once_however_often_it_is_resumed(tmp_path):
 
 def part_weight(folder):
     return mk.load_model(folder).lm_head.weight
+
+
+def test_a_damaged_log_is_kept_up_to_the_damage(tmp_path):
+    train(make_trainer(steps=6), tmp_path, Bytes(), Silent())
+    log = tmp_path / "log.jsonl"
+    whole = log.read_bytes().splitlines(keepends=True)
+    for damaged in (
+        b"\xff\xfe\n",
+        b'{"step": 3, "lo\n',
+        b"[]\n",
+        b'{"stop": 3}\n',
+        b'{"step": "3"}\n',
+        b"\n",
+        b"[" * 9999 + b"\n",
+    ):
+        log.write_bytes(b"".join([*whole[:2], damaged, *whole[3:]]))
+        watch = Silent()
+        train(make_trainer(steps=6), tmp_path, Bytes(), watch)
+        assert log.read_bytes() == b"".join(whole[:2])
+        assert f"{log} is damaged in line 3" in watch.notes[-1]
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    saved, other = make_trainer().saved(), make_trainer()
+    del saved.state["model"]["backbone.norm_f.weight"]
+    saved.state["model"]["backbone.embedding.weight"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"another model: backbone\.embedding\.weight, backbone\.norm_f\.weight"):
+        other.restore(saved)
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    class Second(Silent):
+        def step(self, step):
+            if step.number == 2:
+                before = sorted(path.name for path in tmp_path.iterdir())
+                with pytest.raises(ValueError, match=rf"{tmp_path} is in use by another run \(process {os.getpid()}\)"):
+                    train(make_trainer(steps=6), tmp_path, Bytes(), Silent())
+                assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+    train(make_trainer(steps=6), tmp_path, Bytes(), Second())
+    assert len(losses(tmp_path)) == 6
+    assert not (tmp_path / LOCK).exists()
+    (tmp_path / LOCK).write_text("1\n")  # left by a run that was killed
+    train(make_trainer(steps=6), tmp_path, Bytes(), Silent())

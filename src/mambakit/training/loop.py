@@ -124,10 +124,9 @@ class Trainer:
     def _problem(self, loss: float, norm: float) -> str:
         """What is wrong with this step. Every rank has to ask, and gets the same answer."""
         labels = sorted(set().union(*self.ranks.gather(self.optimizers.not_finite())))
-        shown = ", ".join(labels[:SHOWN]) + (f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else "")
         found = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
         at = f"{found} at step {self.step + 1}"
-        return f"{at} (no finite gradient of {shown})" if labels else at
+        return f"{at} (no finite gradient of {_some(labels)})" if labels else at
 
     def _ways_out(self) -> str:
         were = "1 step was" if self.skipped == 1 else f"{self.skipped} steps were"
@@ -163,9 +162,14 @@ class Trainer:
         for name, value in asdict(self.settings).items():
             if name not in FREE and saved.state["settings"].get(name) != value:
                 raise ValueError(f"the run was made with {name} = {saved.state['settings'].get(name)!r}, not {value!r}")
+        weights, own = saved.state["model"], dict(self.model.named_parameters())
+        shapes = [{name: tensor.shape for name, tensor in named.items()} for named in (weights, own)]
+        differing = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
+        if differing:
+            raise ValueError(f"the checkpoint is of another model: {_some(sorted(differing))}")
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(share_of(saved.state["model"][name], parameter))
+            for name, parameter in own.items():
+                parameter.copy_(share_of(weights[name], parameter))
         self.optimizers.restore(saved.state["optimizers"])
         _restore_random_state(saved.state["random"])
         self._carried = [None] * len(self._parts)
@@ -192,6 +196,10 @@ class Trainer:
         return torch.autocast(
             self.ranks.device.type, torch.bfloat16, enabled=self.settings.autocast is not None, cache_enabled=False
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _random_state() -> dict[str, Tensor]:
