@@ -15,7 +15,7 @@ CSRC := src/mambakit/kernels/cpu/csrc
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test quick check lint format bench kernels headers sanitize fuzz clean
+.PHONY: demo test quick check lint format bench kernels headers sanitize fuzz mutations clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -70,6 +70,12 @@ build/sanitized/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h)
 # Each kernel on 2,000 random shapes instead of 200.
 fuzz: .venv/.ok kernels
 	MAMBAKIT_FUZZ=2000 $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py
+
+# Damaged and hostile checkpoints: 5,000 instead of 400, others with MUTATIONS_FROM=N.
+MUTATIONS ?= 5000
+MUTATIONS_FROM ?= 0
+mutations: .venv/.ok kernels
+	MAMBAKIT_MUTATIONS=$(MUTATIONS) MAMBAKIT_MUTATIONS_FROM=$(MUTATIONS_FROM) $(PY) -m pytest -n 0 tests/test_mutations.py
 
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd

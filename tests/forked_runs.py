@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any
@@ -24,6 +25,7 @@ from blocks import FAMILIES, make_block, tensors_of, tokens
 from compare import check
 from mambakit import generate
 from mambakit.text.tokens import Bytes
+from mambakit.training.objective import Objective
 from mambakit.training.processes import Ranks, whole
 from mambakit.training.run import train
 from trainer_cases import Silent, losses, make_model, make_trainer
@@ -135,6 +137,41 @@ def ranks(folder: Path) -> None:
     resumed(folder / "2-fsdp-muon", folder / "2-fsdp-then-2-ddp-muon", "ddp", 2, **muon)
 
 
+def bad_steps(_: Path) -> None:
+    """Gradients of one rank that are no numbers stop both, or are skipped by both."""
+    for parallel in ("ddp", "fsdp"):
+        for optimizer in ("adamw", "muon"):
+            on_ranks(parallel, 2, lambda ranks, optimizer=optimizer: spoil_one(ranks, optimizer))
+            print(f"{parallel} {optimizer}: both ranks agree", flush=True)
+
+
+def spoil_one(ranks: Ranks, optimizer: str) -> None:
+    trainer = make_trainer(ranks, optimizer=optimizer)
+    forward = Objective.forward
+
+    def spoiled(self, *args, **options):
+        loss, cache = forward(self, *args, **options)
+        # The root of zero has no derivative.
+        return (loss + (0 * loss).sqrt() if ranks.rank == 1 and trainer.step == 1 else loss), cache
+
+    Objective.forward = spoiled
+    trainer.advance()
+    before = {name: weight.clone() for name, weight in trainer.weights().items()}
+    message = ""
+    try:
+        trainer.advance()
+    except ValueError as error:
+        message = str(error)
+    assert "the norm of the gradient is nan at step 2 (no finite gradient of backbone" in message, message
+    assert ranks.gather(message) == [message] * 2
+    trainer.settings = replace(trainer.settings, skip_bad_steps=1)
+    assert trainer.advance().skipped
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    check(0.0, trainer.weights(), before)
+    assert trainer.advance().skipped is None
+    assert ranks.gather(trainer.saved().step) == [3, 3]
+
+
 def shards(_: Path) -> None:
     """Blocks with a share of each parameter on each of two ranks against whole ones; each rank has rows of its own."""
     on_ranks("fsdp", 2, compare_shards)
@@ -178,4 +215,4 @@ def compare_shards(ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"kills": kills, "ranks": ranks, "shards": shards}[sys.argv[1]](Path(sys.argv[2]))
+    {"kills": kills, "ranks": ranks, "shards": shards, "bad_steps": bad_steps}[sys.argv[1]](Path(sys.argv[2]))

@@ -39,6 +39,10 @@ def test_twenty_kills_leave_the_losses_bit_identical(tmp_path):
             assert torch.equal(tensor, mk.load_model(tmp_path / "whole" / "model").state_dict()[name]), name
 
 
+def test_a_bad_step_of_one_rank_is_one_of_all(tmp_path):
+    assert forked_runs("bad_steps", tmp_path).count("both ranks agree") == 4
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
