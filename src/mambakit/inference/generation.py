@@ -230,7 +230,7 @@ def prefill_by_prefix(model: LanguageModel, prompts: Prompts, known: PrefixCache
 def prefill_one(model: LanguageModel, ids_s: Tensor, known: PrefixCache, chunk: int) -> tuple[Tensor, Any]:
     ids = ids_s.tolist()
     prefix = known.longest(ids)
-    start, x_1d, cache = (0, None, None) if prefix is None else prefix
+    start, x_1d, cache = (0, None, None) if prefix is None else prefix[:3]
     while start < len(ids):
         # Up to the next multiple of `chunk`, wherever this starts: what is kept there is found by other prompts.
         end = min(start - start % chunk + chunk, len(ids))

@@ -1,5 +1,6 @@
 """States of prompts already read, so that prompts with the same beginning need not read it again."""
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ class Prefix(NamedTuple):
     x_1d: Tensor
     """The residual stream at its last token: what the next token's logits are made of."""
     cache: Any
+    nbytes: int
 
 
 class PrefixCache:
@@ -25,6 +27,8 @@ class PrefixCache:
     `max_entries` and `max_bytes` (None: no limit) bound what is kept; the least recently used go first. It serves one
     model, and forgets everything when that model's weights change. `hits` and `misses` count prompts that did and did
     not continue from a kept prefix, `reused_tokens` the tokens that were therefore not read again.
+
+    Threads may share it: every method takes effect as a whole.
     """
 
     def __init__(self, max_entries: int | None = 64, max_bytes: int | None = 1 << 30):
@@ -33,6 +37,8 @@ class PrefixCache:
                 raise ValueError(f"{name} is {value!r}, expected a positive whole number, or None for no limit")
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self.hits = self.misses = self.reused_tokens = self.nbytes = 0
+        # Held for looking up and counting only, never while tensors are read, copied or freed.
+        self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._model: weakref.ref[nn.Module] | None = None
         self._weights: list[tuple[int, int]] = []
@@ -42,46 +48,63 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget every prefix; the counts go on."""
-        self._kept.clear()
-        self.nbytes = 0
+        with self._lock:
+            dropped = self._forget()
+        del dropped
 
     def serve(self, model: nn.Module) -> None:
         """Keep prefixes of `model` from now on, and only those its present weights made."""
-        if self._model is not None and self._model() not in (None, model):
-            raise ValueError("this PrefixCache holds states of another model; make one for each model")
         weights = [(tensor.data_ptr(), tensor._version) for tensor in _tensors_of(model)]
-        if self._model is None or self._model() is None or weights != self._weights:
-            self.clear()
-        self._model, self._weights = weakref.ref(model), weights
+        with self._lock:
+            before = None if self._model is None else self._model()
+            if before is not None and before is not model:
+                raise ValueError("this PrefixCache holds states of another model; make one for each model")
+            dropped = self._forget() if before is None or weights != self._weights else None
+            self._model, self._weights = weakref.ref(model), weights
+        del dropped
 
     def longest(self, ids: Sequence[int]) -> Prefix | None:
         """The longest kept prefix of `ids`, which may be all of them."""
         ids = tuple(ids)
-        found = max((key for key in self._kept if ids[: len(key)] == key), key=len, default=None)
-        if found is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self.reused_tokens += len(found)
-        self._kept.move_to_end(found)
-        return self._kept[found]
+        with self._lock:
+            keys = list(self._kept)
+        fitting = sorted((key for key in keys if ids[: len(key)] == key), key=len, reverse=True)
+        with self._lock:
+            # Others may have dropped some meanwhile.
+            found = next((key for key in fitting if key in self._kept), None)
+            if found is None:
+                self.misses += 1
+                return None
+            self.hits += 1
+            self.reused_tokens += len(found)
+            self._kept.move_to_end(found)
+            return self._kept[found]
 
     def keep(self, ids: Sequence[int], x_1d: Tensor, cache: Any) -> None:
         """Remember the state after `ids`, if it fits at all."""
         # Cloned: parts of a cache may be views that hold on to a whole piece of the prompt.
-        prefix = Prefix(len(ids), x_1d.clone(), clone(cache))
-        size = _nbytes(prefix)
-        if self.max_bytes is not None and size > self.max_bytes:
+        x_1d, cache = x_1d.clone(), clone(cache)
+        prefix = Prefix(len(ids), x_1d, cache, x_1d.nbytes + _nbytes(cache))
+        if self.max_bytes is not None and prefix.nbytes > self.max_bytes:
             return
-        self._drop(tuple(ids))
-        self._kept[tuple(ids)] = prefix
-        self.nbytes += size
-        while self._is_over():
-            self._drop(next(iter(self._kept)))
+        key, dropped = tuple(ids), []
+        with self._lock:
+            if key in self._kept:
+                dropped.append(self._drop(key))
+            self._kept[key] = prefix
+            self.nbytes += prefix.nbytes
+            while self._is_over():
+                dropped.append(self._drop(next(iter(self._kept))))
 
-    def _drop(self, key: tuple[int, ...]) -> None:
-        if key in self._kept:
-            self.nbytes -= _nbytes(self._kept.pop(key))
+    def _forget(self) -> OrderedDict[tuple[int, ...], Prefix]:
+        """What is dropped is returned, to be freed without the lock; so in `_drop`."""
+        dropped, self._kept, self.nbytes = self._kept, OrderedDict(), 0
+        return dropped
+
+    def _drop(self, key: tuple[int, ...]) -> Prefix:
+        prefix = self._kept.pop(key)
+        self.nbytes -= prefix.nbytes
+        return prefix
 
     def _is_over(self) -> bool:
         too_many = self.max_entries is not None and len(self._kept) > self.max_entries
