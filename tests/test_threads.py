@@ -34,10 +34,10 @@ def test_prefix_cache_counts_exactly(limits):
 
     def work(thread: int) -> None:
         for turn in range(200):
-            known.serve(model)
+            served = known.serve(model)
             ids = [turn % 7, thread % 3]
-            known.longest(ids)
-            known.keep(ids, torch.zeros(1, 5), (torch.zeros(1, 1 + turn % 7),))
+            known.longest(served, ids)
+            known.keep(served, ids, torch.zeros(1, 5), (torch.zeros(1, 1 + turn % 7),))
             if turn % 50 == thread:
                 known.clear()
 
