@@ -1,9 +1,11 @@
 """One chooser: what is asked for runs or raises, by call, by thread and by model; a backend is a registration."""
 
 import json
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,6 +231,20 @@ def test_a_decoded_token_is_at_most_six_calls_deep(name):
     for stack in stacks:
         ours = stack[stack.index(("inference/generation.py", "__next__")) :]
         assert len(ours) + 1 <= 6, ours  # and the call of the library
+
+
+def test_the_documented_walks_are_what_runs():
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks: list[list[tuple[str, str]]] = []
+    for number, file, function in re.findall(r"^(\d)\. `([\w/]+\.py):(\w+)`$", page, re.MULTILINE):
+        walks += [[]] if number == "1" else []
+        walks[-1].append((file, function))
+    forward, token = walks
+    model, ids = make_model("mamba2"), torch.arange(12).view(2, 6)
+    assert forward in stacks_of(Depth(forward[-1]), lambda: model(ids))
+    stream = mk.stream(model, ids[:1], max_new_tokens=8)
+    next(stream)
+    assert token in stacks_of(Depth(token[-1]), lambda: next(stream))
 
 
 # A backend as a registration.

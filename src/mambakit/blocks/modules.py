@@ -35,7 +35,12 @@ class Linear(nn.Linear):
         return super().forward(input)
 
     def is_decoding(self, input: Tensor) -> bool:
-        if input.device.type != "cpu" or not 0 < input.numel() <= 4 * self.in_features or self.out_features % 2:
+        if (
+            torch.is_grad_enabled()
+            or input.device.type != "cpu"
+            or not 0 < input.numel() <= 4 * self.in_features
+            or self.out_features % 2
+        ):
             return False
         weight, dtype = self.weight, input.dtype
         wide = dtype == weight.dtype and (dtype == torch.float32 or dtype == torch.float64)

@@ -10,6 +10,7 @@ from torch import Tensor
 from mambakit.blocks.modules import CausalConv1d
 from mambakit.compat.packing import from_rows, packed, segments_of, to_rows
 from mambakit.ops.causal_conv import correlate
+from mambakit.ops.ssd_path import SsdPath
 
 
 class Stateful:
@@ -82,7 +83,7 @@ class Stateful:
     def continue_from(
         self: Any, x_bsd: Tensor, cache: Any, segments_bs: Tensor | None = None, lengths_b: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        return self.run(x_bsd, cache, None, segments_bs, lengths_b)
+        return self.run(x_bsd, cache, SsdPath(), segments_bs, lengths_b)
 
 
 class WithConvolution(Stateful):
@@ -94,7 +95,7 @@ class WithConvolution(Stateful):
     def continue_from(
         self: Any, x_bsd: Tensor, cache: Any, segments_bs: Tensor | None = None, lengths_b: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        return type(self).run(WithWindow(self), x_bsd, cache, None, segments_bs, lengths_b)
+        return type(self).run(WithWindow(self), x_bsd, cache, SsdPath(), segments_bs, lengths_b)
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One token (b, 1, d); the states are updated in place and returned."""
