@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mambakit.compat.arguments import in_one_precision, in_the_order, step_size
 from mambakit.compat.mamba2_core import scan
+from mambakit.compat.slots import Slots
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.shapes import bind
 
@@ -31,9 +32,10 @@ def selective_state_update(
 
     Without heads: `state` (b, p, r), `x`, `dt`, `z` (b, p), `A` (p, r), `B`, `C` (b, r), `D`, `dt_bias` (p). With
     heads: `state` (b, h, p, r), `x`, `dt`, `z` (b, h, p), `A` (h, p, r), `B`, `C` (b, g, r), `D`, `dt_bias` (h, p).
-    With `state_batch_indices` (b) the rows of the batch are these rows of a larger `state`.
+    With `state_batch_indices` (b) the rows of the batch are these rows of a larger `state`; negative ones are padding.
     """
-    rows = state if state_batch_indices is None else state[state_batch_indices.long()]
+    slots = Slots("state_batch_indices", state_batch_indices, state, len(x))
+    rows = slots.read(state)
     if state.dim() == 4:
         bind(state_bhpr=rows, x_bhp=x, dt_bhp=dt, A_hpr=A, B_bgr=B, C_bgr=C, D_hp=D, z_bhp=z, dt_bias_hp=dt_bias)
     else:
@@ -54,15 +56,10 @@ def selective_state_update(
         x_bsi, dt_bsi = (t.flatten(last)[:, None] for t in (x_wide, dt))
         state_bir = rows.flatten(1, -2) if state.dim() == 4 else rows
         y, after = selective_scan(x_bsi, dt_bsi, A.flatten(0, -2), B[:, None], C[:, None], state_bir)
-    with torch.no_grad():
-        after = after.view(rows.shape).to(state.dtype)
-        if state_batch_indices is None:
-            state.copy_(after)
-        else:
-            state[state_batch_indices.long()] = after
+    slots.write(state, after.view(rows.shape))
     y = y[:, 0].view(x.shape)
     y = y if D is None else y + D * x_wide
-    return (y if z is None else y * F.silu(z)).to(x.dtype)
+    return slots.hide(y if z is None else y * F.silu(z)).to(x.dtype)
 
 
 def is_per_head(dt: Tensor, A: Tensor, dt_bias: Tensor | None) -> bool:
