@@ -74,6 +74,12 @@ def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tensors)
 
 
+def in_full_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """`in_one_precision`, and none narrower than float32: official kernels round their output and nothing before it."""
+    tensors = in_one_precision(*tensors)
+    return tuple(None if t is None else t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+
+
 def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:
     """`clamp(softplus(dt + bias), limit)` in at least float32, `bias` along the last axes of `dt`."""
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))

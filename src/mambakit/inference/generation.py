@@ -179,22 +179,22 @@ def prefill(model: LanguageModel, prompts: Prompts, cache: Any, chunk: int) -> t
 
 def prefill_by_prefix(model: LanguageModel, prompts: Prompts, known: PrefixCache, chunk: int) -> tuple[Tensor, Any]:
     """`prefill`, row by row, each from its longest known prefix; later rows may continue from earlier ones."""
-    known.serve(model)
+    served = known.serve(model)
     rows = zip(prompts.ids_bs, prompts.length_b.tolist(), strict=True)
-    ends = [prefill_one(model, ids_s[:length], known, chunk) for ids_s, length in rows]
+    ends = [prefill_one(model, ids_s[:length], known, served, chunk) for ids_s, length in rows]
     return torch.cat([x_1d for x_1d, _ in ends]), concat([cache for _, cache in ends])
 
 
-def prefill_one(model: LanguageModel, ids_s: Tensor, known: PrefixCache, chunk: int) -> tuple[Tensor, Any]:
+def prefill_one(model: LanguageModel, ids_s: Tensor, known: PrefixCache, served: int, chunk: int) -> tuple[Tensor, Any]:
     ids = ids_s.tolist()
-    prefix = known.longest(ids)
-    start, x_1d, cache = (0, None, None) if prefix is None else prefix
+    prefix = known.longest(served, ids)
+    start, x_1d, cache = (0, None, None) if prefix is None else prefix[:3]
     while start < len(ids):
         # Up to the next multiple of `chunk`, wherever this starts: what is kept there is found by other prompts.
         end = min(start - start % chunk + chunk, len(ids))
         x_1sd, cache = model.backbone(model.embed(ids_s[None, start:end]), cache)
         x_1d, start = x_1sd[:, -1], end
-        known.keep(ids[:end], x_1d, cache)
+        known.keep(served, ids[:end], x_1d, cache)
     assert x_1d is not None
     return x_1d, cache
 
