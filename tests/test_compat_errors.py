@@ -102,6 +102,26 @@ def test_decoding(name):
         block(z(1, 2, 16), inference_params=params)
 
 
+def test_rows_of_attention():
+    """It keeps one length for all rows, and all rows."""
+    attention = official("mamba_ssm.modules.mha", "MHA")(8, 2, causal=True, layer_idx=0)
+    params = official("mamba_ssm.utils.generation", "InferenceParams")(max_seqlen=8, max_batch_size=2)
+    attention(z(2, 3, 8), inference_params=params)
+    params.seqlen_offset, params.lengths_per_sample = 3, torch.tensor([3, 3])
+    attention(z(2, 1, 8), inference_params=params)
+    params.lengths_per_sample = torch.tensor([3, 2])
+    with pytest.raises(
+        ValueError, match=r"lengths_per_sample is \[3, 2\], but MHA knows one length, seqlen_offset = 3"
+    ):
+        attention(z(2, 1, 8), inference_params=params)
+    params.lengths_per_sample, params.batch_size_offset = None, 1
+    with pytest.raises(ValueError, match="batch_size_offset = 1: MHA takes"):
+        attention(z(1, 1, 8), inference_params=params)
+    params.batch_size_offset = 0
+    with pytest.raises(ValueError, match="layer 0 has states of 2 sequences, but 1 came"):
+        attention(z(1, 1, 8), inference_params=params)
+
+
 def test_packing_that_disagrees():
     block = official("mamba_ssm", "Mamba2")(16, headdim=8)
     ids, bounds = torch.tensor([[0, 0, 1, 1]]), torch.tensor([0, 1, 4])

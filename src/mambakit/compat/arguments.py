@@ -16,6 +16,7 @@ FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_laye
 """Arguments of modified copies of the package, Vision Mamba's and its relatives'."""
 
 ACTIVATIONS = (None, "silu", "swish")
+NARROW = (torch.float16, torch.bfloat16)
 
 
 def in_the_order(names: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -76,8 +77,7 @@ def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 def in_full_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
     """`in_one_precision`, and none narrower than float32: official kernels round their output and nothing before it."""
-    tensors = in_one_precision(*tensors)
-    return tuple(None if t is None else t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+    return tuple(t if t is None or t.dtype not in NARROW else t.float() for t in in_one_precision(*tensors))
 
 
 def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:

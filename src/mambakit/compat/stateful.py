@@ -36,11 +36,7 @@ class Stateful:
         elif initialize_states:
             write(memory[self.layer_idx], [torch.zeros_like(state) for state in memory[self.layer_idx]])
         states = memory[self.layer_idx]
-        if states[0].shape[0] != batch_size:
-            raise ValueError(
-                f"layer {self.layer_idx} has states of {states[0].shape[0]} sequences, but {batch_size} came; "
-                "use new InferenceParams"
-            )
+        check_rows(self.layer_idx, states, batch_size)
         return states
 
     def run_or_step(
@@ -123,6 +119,13 @@ class WithConvolution(Stateful):
         """Zero states: convolution (b, v, k) and ssm (b, .., r), the latter at least float32 unless `dtype` says."""
         states = tuple(self.fresh_cache(batch_size))
         return states if dtype is None else tuple(state.to(dtype) for state in states)
+
+
+def check_rows(layer_idx: int | None, states: Sequence[Tensor], rows: int) -> None:
+    if len(states[0]) != rows:
+        raise ValueError(
+            f"layer {layer_idx} has states of {len(states[0])} sequences, but {rows} came; use new InferenceParams"
+        )
 
 
 def write(states: Sequence[Tensor], values: Sequence[Tensor]) -> None:
