@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -57,14 +57,16 @@ def run(folder: Path, **changed) -> None:
     train(make_trainer(**changed), folder, Bytes(), Silent())
 
 
-def kill_after(seconds: float) -> None:
-    """kill -9 of this process when it has computed for so long, wherever it is then."""
+def end_after(seconds: float, signals: Sequence[int]) -> None:
+    """Signals to this process, one after the other, when it has computed for so long, wherever it is then."""
 
     def wait() -> None:
         end = time.process_time() + seconds
         while time.process_time() < end:
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGKILL)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.001)
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -77,7 +79,7 @@ def kills(folder: Path) -> None:
     draw, killed, runs = random.Random(0), 0, 0
 
     def until_killed(seconds: float, where: Path) -> None:
-        kill_after(seconds)
+        end_after(seconds, [signal.SIGKILL])
         run(where, **KILLED)
 
     while killed < KILLS:

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import resource
 import sys
 import types
 from dataclasses import replace
@@ -775,6 +776,21 @@ class TestSavingIsAllOrNothing:
         monkeypatch.setattr(f"{where}.{broken}", fail)
         with pytest.raises(OSError, match="no space left"):
             save_model(make(BLOCKS["mamba1"]), tmp_path / "model")
+        assert names(tmp_path) == {"model"}
+        assert_same(load_model(tmp_path / "model"), model)
+
+    @pytest.mark.parametrize("format", ["mambakit", "official"])
+    def test_a_full_disk_is_an_os_error(self, tmp_path, format):
+        """Whatever the packages that write make of it."""
+        model = make(BLOCKS["mamba2"])
+        save_model(model, tmp_path / "model", format=format)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="large"):
+                save_model(make(BLOCKS["mamba2"]), tmp_path / "model", format=format)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert names(tmp_path) == {"model"}
         assert_same(load_model(tmp_path / "model"), model)
 

@@ -12,10 +12,13 @@ from typing import Any
 from mambakit.blocks.family import FAMILIES
 from mambakit.checkpoints.files import read_json
 from mambakit.checkpoints.writing import sync
+from mambakit.training.lock import LOCK
 from mambakit.training.settings import BOUNDARIES, FREE, OPTIMIZERS, SCHEDULES
 
 RUN, SPARE = "run.json", ".run.json"
 """The options of a run, for `--resume`, and a copy for the case that the file is damaged."""
+UNFINISHED = {LOCK, f".{RUN}.tmp"}
+"""What a run leaves that was killed before it had written its options: nothing."""
 SUM = "sha256"
 """In both, of all that is there besides."""
 
@@ -81,7 +84,7 @@ def read_options(out: Path) -> tuple[dict[str, Any], list[str]]:
 def write_options(out: Path, options: Mapping[str, Any]) -> None:
     """Each file is replaced at once, and never both at a time."""
     for name in (RUN, SPARE):
-        fresh = out / f".{name}.tmp"
+        fresh = out / f".{RUN}.tmp"
         fresh.write_text(json.dumps({**options, SUM: _sum(options)}, indent=1) + "\n", encoding="utf-8")
         sync(fresh)
         os.replace(fresh, out / name)

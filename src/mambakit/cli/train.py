@@ -17,6 +17,7 @@ from mambakit.cli.run_options import (
     OPTIONS,
     RUN,
     SPARE,
+    UNFINISHED,
     holds_run,
     read_options,
     with_defaults,
@@ -26,7 +27,7 @@ from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.text.documents import Document, hold_out, read_documents, standard_library
 from mambakit.text.tokens import Bytes, TokenizerFile
 from mambakit.training.batches import Rows, encode
-from mambakit.training.lock import LOCK, alone_in
+from mambakit.training.lock import alone_in
 from mambakit.training.loop import HeldOut, Trainer
 from mambakit.training.processes import Ranks
 from mambakit.training.run import CHECKPOINTS, MODEL, go_on
@@ -77,7 +78,7 @@ def begun(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> dict[str,
     """The options of a new run."""
     if holds_run(out):
         raise ValueError(f"{out} holds a run already; --resume goes on with it, another --out starts anew")
-    if any(path.name != LOCK for path in out.iterdir()):
+    if any(path.name not in UNFINISHED for path in out.iterdir()):
         raise ValueError(f"{out} is not an empty folder; choose another --out")
     return with_defaults({**given, "data": data})
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -92,35 +93,41 @@ def go_on(trainer: Trainer, folder: Path, tokens: Tokens, watch: Watch) -> float
     checkpoints = RunCheckpoints(folder / CHECKPOINTS)
     resume(trainer, checkpoints, watch)
     first = trainer.ranks.is_first
-    log = Log(folder / LOG, trainer.step) if first else None
+    with on_failure(f"{folder / LOG} could not be written", checkpoints):
+        log = Log(folder / LOG, trainer.step) if first else None
     if log and log.note:
         watch.note(log.note)
     settings = trainer.settings
     final = None
+
+    def write(log: Log, **values: Any) -> None:
+        with on_failure(f"{folder / LOG} could not be written", checkpoints):
+            log.write(**values)
+
     try:
         with stopping(trainer):
             while trainer.step < settings.steps:
                 step = trainer.advance()
                 is_last = step.number == settings.steps
                 if log and step.skipped is not None:
-                    log.write(step=step.number, skipped=step.skipped)
+                    write(log, step=step.number, skipped=step.skipped)
                     watch.note(f"skipped: {step.skipped}")
                 elif log:
-                    log.write(step=step.number, loss=step.loss, lr=step.lr, norm=step.norm)
+                    write(log, step=step.number, loss=step.loss, lr=step.lr, norm=step.norm)
                     watch.step(step)
                 if is_last or step.number % settings.evaluate_every == 0:
                     final = trainer.evaluate(None if is_last else settings.evaluate_bytes)
                     if log:
-                        log.write(step=step.number, bits_per_byte=final)
+                        write(log, step=step.number, bits_per_byte=final)
                         watch.evaluation(step.number, final)
                 if is_last or step.stop or step.number % settings.save_every == 0:
                     save(trainer, checkpoints)
                 if step.stop and not is_last:
-                    export(trainer, folder, tokens)
+                    export(trainer, folder, tokens, checkpoints)
                     if first:
                         watch.note(f"stopped after step {step.number}; saved, --resume goes on from there")
                     raise KeyboardInterrupt
-        export(trainer, folder, tokens)
+        export(trainer, folder, tokens, checkpoints)
     finally:
         if log:
             log.close()
@@ -151,18 +158,34 @@ def save(trainer: Trainer, checkpoints: RunCheckpoints) -> None:
         except OSError as error:
             problem = error
     problem = trainer.ranks.share(problem)
-    if problem is not None:
+    with on_failure(f"step {saved.step} could not be saved in {checkpoints.folder}", checkpoints):
+        if problem is not None:
+            raise problem
+
+
+@contextmanager
+def on_failure(told: str, checkpoints: RunCheckpoints) -> Iterator[None]:
+    """Make an OSError say what could not be done and which checkpoint is there."""
+    try:
+        yield
+    except OSError as error:
         known = checkpoints.steps()
         last = f"the last checkpoint is that of step {known[-1]}" if known else "there is no checkpoint yet"
-        raise OSError(f"step {saved.step} could not be saved in {checkpoints.folder}: {problem}; {last}") from problem
+        raise OSError(f"{told}: {error}; {last}") from error
 
 
-def export(trainer: Trainer, folder: Path, tokens: Tokens) -> None:
+def export(trainer: Trainer, folder: Path, tokens: Tokens, checkpoints: RunCheckpoints) -> None:
     """The model as an ordinary checkpoint in `folder/model`, with how its text is written in tokens."""
     model = trainer.whole_model()
-    if trainer.ranks.is_first:
+    if not trainer.ranks.is_first:
+        return
+    with on_failure(f"the model could not be saved in {folder / MODEL}", checkpoints):
         save_model(model, folder / MODEL)
         tokens.save(folder / MODEL)
+        # What runs left that were killed here.
+        for kind in ("tmp", "old"):
+            for path in folder.glob(f".{MODEL}.*.{kind}"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
