@@ -106,6 +106,48 @@ def test_half_precision_computes_in_float32(dtype: torch.dtype, scale: float, no
     check(torch.finfo(dtype).eps, grads, gradients(want, heads, loop))
 
 
+def far_out(scale: float, group_size: int, backend: str, dtype: torch.dtype, **options: Any) -> None:
+    """Values and gradients of inputs far from 1, each relative to its own largest."""
+    x, z, head = (torch.randn(3, 12, dtype=torch.float64).clamp(-3, 3) for _ in range(3))
+    tensors = {name: t.to(dtype) for name, t in {"x": (x + x.sign()) * scale, "z": z, "weight": z[0] + 1}.items()}
+    options |= {"group_size": group_size}
+    mine, loop = leaves(tensors), leaves(tensors, torch.float64)
+    got, want = run(gated_rms_norm, mine, **options, backend=backend), run(norm_loop, loop, **options)
+    with torch.no_grad():
+        check(CLOSE_VALUE[dtype], {"y": run(gated_rms_norm, mine, **options, backend=backend)}, {"y": want})
+    grads = gradients({"y": got}, {"y": head}, mine), gradients({"y": want}, {"y": head}, loop)
+    check(CLOSE_GRADIENT[dtype], {"y": got, **grads[0]}, {"y": want, **grads[1]}, floor=torch.finfo(dtype).tiny)
+
+
+@backends
+@BOTH_ORDERS
+@pytest.mark.parametrize("group_size", [1, 2, 12])
+@pytest.mark.parametrize("scale", [1e-6, 1e3, 1e4])
+def test_digits_of_large_inputs(scale: float, group_size: int, norm_before_gate: bool, backend: str):
+    """A group of one has the gradient `eps / (x^2 + eps)^1.5`: next to nothing, and not what two large terms leave."""
+    # A larger eps than usual: the loop subtracts, if in float64.
+    far_out(scale, group_size, backend, torch.float32, eps=0.03, norm_before_gate=norm_before_gate)
+    if scale == 1e3 and group_size > 1:
+        far_out(scale, group_size, backend, torch.float16, norm_before_gate=norm_before_gate)
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize("group_size", [2, 12])
+@pytest.mark.parametrize(("scale", "eps"), [(1e18, 1e-5), (1e20, 1e-5), (1e30, 1e-5), (2e37, 1e-5), (1e-25, 0.0)])
+def test_squares_beyond_float32(scale: float, eps: float, group_size: int, norm_before_gate: bool):
+    """Where squares overflow or vanish, the kernel scales before it squares."""
+    options = {"eps": eps, "norm_before_gate": norm_before_gate}
+    far_out(scale, group_size, "cpu", torch.float32, **options)
+
+
+@backends
+def test_what_is_no_number_stays_in_its_group(backend: str):
+    x = torch.tensor([[1.0, 2.0, torch.inf, 3.0, torch.nan, 4.0, 0.0, 0.0]])
+    got = rms_norm(x, group_size=2, backend=backend)
+    want = norm_loop(x.double(), None, None, group_size=2)
+    torch.testing.assert_close(got.double(), want, equal_nan=True)
+
+
 def test_half_precision_weight_under_float32_input():
     tensors = make_inputs(dtype=torch.float32)
     rounded = tensors["weight"].bfloat16()

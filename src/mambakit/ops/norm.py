@@ -20,7 +20,8 @@ def rms_norm(
 ) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`, the mean over consecutive groups of `group_size` channels (None: all).
 
-    `weight` spans the whole last axis. Computed in at least float32, returned in the dtype of `x`.
+    `weight` spans the whole last axis. Computed in at least float32, returned in the dtype of `x`. torch's operators
+    need squares that float32 holds, `x` below 1e19 or so; kernels scale before they square.
     """
     return gated_rms_norm(x, None, weight, eps, group_size=group_size, backend=backend)
 
@@ -188,5 +189,8 @@ class Norm(torch.autograd.Function):
         if weight is not None:
             d_weight = (d_y * normed).sum_to_size(weight.shape).to(weight.dtype)
             d_normed = d_y * weight
+        if x.shape[-1] == 1:
+            # All but a sign: 1 - normed^2, which would leave no digit of it.
+            return d_normed * (ctx.eps * inverse.square()) * inverse, d_weight, None
         shared = (d_normed * normed).mean(dim=-1, keepdim=True)
         return torch.addcmul(d_normed, normed, shared, value=-1) * inverse, d_weight, None

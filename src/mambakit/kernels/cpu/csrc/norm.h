@@ -91,7 +91,7 @@ static void finish_group(const FinishRank& r, int64_t from, int64_t group, bool 
         squares += u * u;
         store_part(value + i, u, lanes);
     });
-    float inverse = all.order == NO_NORM ? 1.0f : inverse_rms(squares, group, all.eps);
+    float inverse = all.order == NO_NORM ? 1.0f : inverse_rms(squares, group, all.eps, [=] { return value; });
     each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
         vf result = load_part(value + i, lanes) * splat(inverse) * load_or_one(all.weight, from + i, lanes);
         if (all.order == NORM_FIRST) result *= load_part(gate + i, lanes);
@@ -111,7 +111,7 @@ static void finish_group_backward(const FinishRank& r, int64_t from, int64_t gro
                                   float* kept, const FinishGradients& d) {
     const Finish& all = *r.all;
     const bool gate_first = all.order != NORM_FIRST;
-    float *skipped = kept, *opened = kept + group, *slope = kept + 2 * group;
+    float *skipped = kept, *opened = kept + group, *slope = kept + 2 * group, *again = kept + 3 * group;
     vf squares = {};
     each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
         vf u = r.after_skip(from + i, lanes);
@@ -124,7 +124,15 @@ static void finish_group_backward(const FinishRank& r, int64_t from, int64_t gro
         }
         squares += u * u;
     });
-    float inverse = all.order == NO_NORM ? 1.0f : inverse_rms(squares, group, all.eps);
+    float inverse = 1.0f;
+    if (all.order != NO_NORM)
+        inverse = inverse_rms(squares, group, all.eps, [&] {
+            const bool gated = r.z && gate_first;
+            for (int64_t i = 0; i < group; i++) again[i] = skipped[i] * (gated ? opened[i] : 1.0f);
+            return again;
+        });
+    // A group of one is all but a sign: 1 - n^2, of which the subtraction would leave no digit.
+    const float alone = all.order != NO_NORM && group == 1 ? all.eps * inverse * inverse : 1.0f;
 
     // n, the normed value, and the gradient that reaches it; `shared` is what the root mean square passes on.
     auto normed = MK_BODY(int64_t i, int64_t lanes) {
@@ -145,11 +153,11 @@ static void finish_group_backward(const FinishRank& r, int64_t from, int64_t gro
         if (d.weight) add_part(d.weight + from + i, share * load_or_one(r.mimo_o, from + i, lanes), lanes);
         if (d.mimo_o) add_part(d.mimo_o + from + i, share * load_or_one(all.weight, from + i, lanes), lanes);
     });
-    float shared = all.order == NO_NORM ? 0.0f : sum(products) / group;
+    float shared = all.order == NO_NORM || group == 1 ? 0.0f : sum(products) / group;
 
     each_vector(group, MK_BODY(int64_t i, int64_t lanes) {
         vf n = normed(i, lanes), d_n = d_normed(i, lanes);
-        vf d_value = (d_n - n * splat(shared)) * splat(inverse);
+        vf d_value = (d_n * splat(alone) - n * splat(shared)) * splat(inverse);
         vf d_u = d_value;
         if (r.z) {
             vf open = load_part(opened + i, lanes);

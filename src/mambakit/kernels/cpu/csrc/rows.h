@@ -1,6 +1,8 @@
 // Loops over the channels of a token, and over tokens in tasks.
 #pragma once
 
+#include <float.h>
+
 #include "vec.h"
 
 namespace MK_ISA {
@@ -57,15 +59,29 @@ static void add_tasks(const float* parts, int64_t tasks, int64_t n, float* total
     });
 }
 
-// 1 / sqrt(mean(x^2) + eps), from the sum of the n squares and from the numbers themselves.
-MK_INLINE float inverse_rms(vf squares, int64_t n, float eps) { return 1.0f / sqrtf(sum(squares) / n + eps); }
+// 1 / sqrt(mean(x^2) + eps), scaled before it is squared. What is no number stays what it is.
+static float scaled_inverse_rms(const float* x, int64_t n, float eps) {
+    float largest = 0.0f, total = 0.0f;
+    for (int64_t i = 0; i < n; i++)
+        if (!(fabsf(x[i]) <= largest)) largest = fabsf(x[i]);
+    if (!(largest > 0.0f && largest <= FLT_MAX)) return 1.0f / sqrtf(largest + eps);
+    for (int64_t i = 0; i < n; i++) total += (x[i] / largest) * (x[i] / largest);
+    return 1.0f / sqrtf(total / n + eps / largest / largest) / largest;
+}
+
+// The same from the sum of the n squares. `values` gives the numbers where that has left the range of float32.
+template <class Values>
+MK_INLINE float inverse_rms(vf squares, int64_t n, float eps, const Values& values) {
+    const float mean = sum(squares) / n;
+    return mean <= FLT_MAX && mean + eps > 1e-30f ? 1.0f / sqrtf(mean + eps) : scaled_inverse_rms(values(), n, eps);
+}
 MK_INLINE float inverse_rms(const float* x, int64_t n, float eps) {
     vf squares = {};
     each_vector(n, MK_BODY(int64_t i, int64_t lanes) {
         vf part = load_part(x + i, lanes);
         squares += part * part;
     });
-    return inverse_rms(squares, n, eps);
+    return inverse_rms(squares, n, eps, [=] { return x; });
 }
 
 // y = x / sqrt(mean(x^2) + eps) weight; returns the factor without the weight.
