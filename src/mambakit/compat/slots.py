@@ -25,12 +25,10 @@ class Slots:
         return state if self.slot_b is None else state[self.slot_b.clamp(min=0)]
 
     def write(self, state: Tensor, rows: Tensor) -> None:
-        """Into the state, without gradients: they would grow with every token."""
-        with torch.no_grad():
-            if self.slot_b is None:
-                state.copy_(rows)
-            else:
-                state[self.slot_b[self.is_there_b]] = rows[self.is_there_b].to(state.dtype)
+        if self.slot_b is None:
+            state.copy_(rows)
+        else:
+            state[self.slot_b[self.is_there_b]] = rows[self.is_there_b].to(state.dtype)
 
     def hide(self, out: Tensor) -> Tensor:
         """The outputs without those of padding."""

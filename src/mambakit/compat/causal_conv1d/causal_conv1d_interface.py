@@ -97,7 +97,7 @@ def causal_conv1d_update(
         if cache_seqlens is not None:
             order_bvL = ring_order(cache_seqlens + size.s, size.L, state_bvL)
             after_bvL = torch.empty_like(after_bvL).scatter_(2, order_bvL, after_bvL)
-    slots.write(conv_state, after_bvL)
+        slots.write(conv_state, after_bvL)
     return y_bvs[..., 0] if x.dim() == 2 else y_bvs.contiguous()
 
 

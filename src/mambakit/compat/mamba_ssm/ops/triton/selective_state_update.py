@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -54,7 +55,8 @@ def selective_state_update(
         x_bsi, dt_bsi = (t.flatten(last)[:, None] for t in (x_wide, dt))
         state_bir = rows.flatten(1, -2) if state.dim() == 4 else rows
         y, after = selective_scan(x_bsi, dt_bsi, A.flatten(0, -2), B[:, None], C[:, None], state_bir)
-    slots.write(state, after.view(rows.shape))
+    with torch.no_grad():
+        slots.write(state, after.view(rows.shape))
     y = y[:, 0].view(x.shape)
     y = y if D is None else y + D * x_wide
     return slots.hide(y if z is None else y * F.silu(z)).to(x.dtype)
