@@ -3,7 +3,6 @@
 import json
 import math
 import pickle
-import resource
 import sys
 import types
 from dataclasses import replace
@@ -782,6 +781,7 @@ class TestSavingIsAllOrNothing:
     @pytest.mark.parametrize("format", ["mambakit", "official"])
     def test_a_full_disk_is_an_os_error(self, tmp_path, format):
         """Whatever the packages that write make of it."""
+        resource = pytest.importorskip("resource")
         model = make(BLOCKS["mamba2"])
         save_model(model, tmp_path / "model", format=format)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)

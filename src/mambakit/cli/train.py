@@ -78,7 +78,8 @@ def begun(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> dict[str,
     """The options of a new run."""
     if holds_run(out):
         raise ValueError(f"{out} holds a run already; --resume goes on with it, another --out starts anew")
-    if any(path.name not in UNFINISHED for path in out.iterdir()):
+    # Not there on a machine that does not see the first rank's disk.
+    if out.exists() and any(path.name not in UNFINISHED for path in out.iterdir()):
         raise ValueError(f"{out} is not an empty folder; choose another --out")
     return with_defaults({**given, "data": data})
 
