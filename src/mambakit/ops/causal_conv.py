@@ -7,21 +7,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, cast, check_floats, check_lengths, check_segments
+from mambakit.ops.operation import Outputs, TorchOperation
+from mambakit.ops.shapes import Sizes, bind, cast, check_floats, check_integers, check_lengths, check_segments
 
 
-def _fake(x_bsv: Tensor, weight_vk: Tensor, *others: Any) -> list[Tensor]:
+def _outputs(x_bsv: Tensor, weight_vk: Tensor, *others: Any) -> Outputs:
     b, s, v = x_bsv.shape
     widths, _ = others[-2:]
-    return [*(x_bsv.new_empty(b, s, width) for width in widths), x_bsv.new_empty(b, v, weight_vk.shape[1])]
+    return [*((x_bsv, (b, s, width)) for width in widths), (x_bsv, (b, v, weight_vk.shape[1]))]
+
+
+def _check(*inputs: Any) -> None:
+    *tensors, widths, _ = inputs
+    size = check_sizes(*tensors)
+    if min(widths, default=0) < 0 or sum(widths) != size.v:
+        raise ValueError(f"widths {list(widths)} are not parts of the {size.v} channels of x_bsv")
+    for name, tensor in zip(("segments_bs", "lengths_b"), tensors[4:], strict=True):
+        if tensor is not None:
+            check_integers(name, tensor)
 
 
 CAUSAL_CONV = TorchOperation(
     "causal_conv",
     "Tensor x_bsv, Tensor weight_vk, Tensor? bias_v, Tensor? window_bvk, Tensor? segments_bs, Tensor? lengths_b, "
     "int[] widths, bool silu",
-    _fake,
+    _outputs,
+    check=_check,
     floats=4,
 )
 """The channels come out in `widths`, each part in memory of its own, so that neither they nor their gradients need to
@@ -49,23 +60,31 @@ def causal_conv(
     the first token, and the returned one is zero before the segment of the last token. `lengths_b` says how many of a
     row's tokens count for the returned window.
     """
-    size = bind(
-        {"x_bsv": x_bsv, "weight_vk": weight_vk},
-        bias_v=bias_v,
-        window_bvk=window_bvk,
-        segments_bs=segments_bs,
-        lengths_b=lengths_b,
-    )
+    tensors = (x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
+    size = check_sizes(*tensors)
     check_floats({"x_bsv": x_bsv}, {"weight_vk": weight_vk, "bias_v": bias_v, "window_bvk": window_bvk})
-    if size.k < 1:
-        raise ValueError(f"weight_vk needs at least one tap, got shape {tuple(weight_vk.shape)}")
     if segments_bs is not None:
         check_segments(segments_bs)
     if lengths_b is not None:
         check_lengths(lengths_b, size.s)
-    tensors = (x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
     (y_bsv,), window_bvk = convolve_in_parts(*tensors, [size.v], silu=silu, backend=backend)
     return y_bsv, window_bvk
+
+
+def check_sizes(
+    x_bsv: Tensor,
+    weight_vk: Tensor,
+    bias_v: Tensor | None,
+    window_bvk: Tensor | None,
+    segments_bs: Tensor | None,
+    lengths_b: Tensor | None,
+) -> Sizes:
+    required = {"x_bsv": x_bsv, "weight_vk": weight_vk}
+    optional = {"bias_v": bias_v, "window_bvk": window_bvk, "segments_bs": segments_bs, "lengths_b": lengths_b}
+    size = bind(required, **optional)
+    if size.k < 1:
+        raise ValueError(f"weight_vk needs at least one tap, got shape {tuple(weight_vk.shape)}")
+    return size
 
 
 def convolve_in_parts(

@@ -8,7 +8,8 @@ from mambakit.ops.shapes import bind, check_floats
 EXPAND_RANKS = TorchOperation(
     "expand_ranks",
     "Tensor x_Ni, Tensor weight_mi",
-    lambda x_Ni, weight_mi: [x_Ni.new_empty(x_Ni.shape[0], *weight_mi.shape)],
+    lambda x_Ni, weight_mi: [(x_Ni, (x_Ni.shape[0], *weight_mi.shape))],
+    check=lambda x_Ni, weight_mi: bind({"x_Ni": x_Ni, "weight_mi": weight_mi}),
     floats=2,
 )
 

@@ -27,7 +27,8 @@ DTYPES = {
 FEW_ROWS = TorchOperation(
     "few_rows",
     "Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int format, int group",
-    lambda x, weight, *_: [x.new_empty(*x.shape[:-1], weight.shape[0])],
+    lambda x, weight, *_: [(x, (*x.shape[:-1], weight.shape[0]))],
+    check=lambda *inputs: check_stored(*inputs),
 )
 """`x @ weight.T + bias` in float32."""
 
@@ -41,6 +42,21 @@ class Weights(NamedTuple):
     scales: Tensor | None = None
     bias: Tensor | None = None
     group: int = 0
+
+
+def check_stored(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, format: int, group: int
+) -> None:
+    """Axes and dtypes as the format has them; sizes are for kernels to compare."""
+    if format not in DTYPES:
+        raise ValueError(f"format is {format}, expected one of {', '.join(map(str, DTYPES))}")
+    if x.dim() < 1 or weight.dim() != 2:
+        raise ValueError(f"x needs an axis and weight 2, got shapes {tuple(x.shape)} and {tuple(weight.shape)}")
+    named = dict(zip(("weight", "scales"), zip((weight, scales), DTYPES[format], strict=True), strict=True))
+    for name, (tensor, dtype) in {"x": (x, torch.float32), **named, "bias": (bias, torch.float32)}.items():
+        given = None if tensor is None else tensor.dtype
+        if given != dtype and (name, tensor) != ("bias", None):
+            raise ValueError(f"{name} is {given}, expected {dtype} in format {format}")
 
 
 def multiply(x: Tensor, weights: Weights) -> Tensor | None:

@@ -10,18 +10,28 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.backends import asked
-from mambakit.ops.operation import TorchOperation
+from mambakit.ops.operation import Outputs, TorchOperation
 
 
-def like(*tensors: Tensor) -> list[Tensor]:
-    """Room for the new value of each, contiguous."""
-    return [tensor.new_empty(tensor.shape) for tensor in tensors]
+def check_step(operation: TorchOperation, inputs: Sequence[Any], **axes: int) -> None:
+    """That all tensors are float32 and these have so many axes; sizes are for kernels to compare."""
+    for name, tensor in zip(operation.names[: operation.tensors], inputs, strict=False):
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {torch.float32}")
+        if tensor is not None and tensor.dim() != axes.get(name, tensor.dim()):
+            raise ValueError(f"{name} needs {axes[name]} axes, got shape {tuple(tensor.shape)}")
+
+
+def like(*tensors: Tensor) -> list[tuple[Tensor, Sequence[int]]]:
+    """Outputs for the new value of each."""
+    return [(tensor, tensor.shape) for tensor in tensors]
 
 
 MAMBA1_STEP_CONV = TorchOperation(
     "mamba1_step_conv",
     "Tensor projected, Tensor window, Tensor conv_weight, Tensor? conv_bias",
-    lambda projected_bX, window_bik, *_: [projected_bX.new_empty(window_bik.shape[:2]), *like(window_bik)],
+    lambda projected_bX, window_bik, *_: [(projected_bX, window_bik.shape[:2]), *like(window_bik)],
+    check=lambda *inputs: check_step(MAMBA1_STEP_CONV, inputs, projected=2, window=3),
 )
 """`silu` of the convolution at the newest token, which is the first half of `projected`; the window."""
 
@@ -29,14 +39,15 @@ MAMBA1_STEP = TorchOperation(
     "mamba1_step",
     "Tensor projected, Tensor x, Tensor dt, Tensor dt_b_c, Tensor state, Tensor A_log, Tensor D",
     lambda projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir, *_: like(x_bi, state_bir),
+    check=lambda *inputs: check_step(MAMBA1_STEP, inputs, projected=2, x=2, dt=2, dt_b_c=2, state=3, A_log=2),
 )
 """The scan of one token with skip and gate; `dt_b_c` is what `x_proj` returns, `dt` what `dt_proj` makes of it."""
 
 
-def _fake_mamba2(projected_bX: Tensor, window_bvk: Tensor, state_bhpr: Tensor, *others: Any) -> list[Tensor]:
+def _mamba2_outputs(projected_bX: Tensor, window_bvk: Tensor, state_bhpr: Tensor, *others: Any) -> Outputs:
     b, h, p, _ = state_bhpr.shape
     mlp = (projected_bX.shape[1] - h * p - window_bvk.shape[1] - h) // 2
-    return [projected_bX.new_empty(b, mlp + h * p), *like(window_bvk, state_bhpr)]
+    return [(projected_bX, (b, mlp + h * p)), *like(window_bvk, state_bhpr)]
 
 
 MAMBA2_STEP = TorchOperation(
@@ -44,7 +55,8 @@ MAMBA2_STEP = TorchOperation(
     "Tensor projected, Tensor window, Tensor state, Tensor conv_weight, Tensor? conv_bias, Tensor dt_bias, "
     "Tensor A_log, Tensor D, Tensor? norm_weight, int norm_group, float norm_eps, float dt_low, float dt_high, "
     "bool norm_before_gate",
-    _fake_mamba2,
+    _mamba2_outputs,
+    check=lambda *inputs: check_step(MAMBA2_STEP, inputs, projected=2, window=3, state=4),
 )
 """Outputs, window and state. `norm_weight=None` is the gate alone; `D` has an entry per head or per channel."""
 
@@ -55,9 +67,10 @@ MAMBA3_STEP = TorchOperation(
     "Tensor? norm_weight, int angles, bool half, bool heavy_tail, float norm_eps, float dt_low, float dt_high, "
     "float a_floor, float rotation_range",
     lambda projected_bX, state_bhpr, k_state_bmhr, v_state_bhp, *rest: [
-        projected_bX.new_empty(v_state_bhp.shape).flatten(1),
+        (projected_bX, (state_bhpr.shape[0], state_bhpr.shape[1] * state_bhpr.shape[2])),
         *like(state_bhpr, k_state_bmhr, v_state_bhp, rest[0]),
     ],
+    check=lambda *inputs: check_step(MAMBA3_STEP, inputs, projected=2, state=4, k_state=4, v_state=3, angle=3),
 )
 """Outputs, state, the last B, the last x and the angle. `angles` pairs rotate, by `half` or as neighbours."""
 

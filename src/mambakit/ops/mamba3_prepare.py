@@ -5,16 +5,39 @@ from typing import Any
 from torch import Tensor
 
 from mambakit.ops.norm import rms_norm
-from mambakit.ops.operation import TorchOperation
-from mambakit.ops.rotation import check_pairing, rotate_all, running_angle
-from mambakit.ops.shapes import bind, check_floats, check_segments
+from mambakit.ops.operation import Outputs, TorchOperation
+from mambakit.ops.rotation import check_pairing, check_pairs, rotate_all, running_angle
+from mambakit.ops.shapes import bind, check_floats, check_integers, check_segments
 
 
-def _fake(b_bsmgr: Tensor, c_bsmgr: Tensor, *others: Any) -> list[Tensor]:
+def _outputs(b_bsmgr: Tensor, c_bsmgr: Tensor, *others: Any) -> Outputs:
     b, s, m, _, r = b_bsmgr.shape
     rot_bsa, dt_bsh = others[4:6]
     h = dt_bsh.shape[2]
-    return [t.new_empty(b, s, m, h, r) for t in (b_bsmgr, c_bsmgr)] + [dt_bsh.new_empty(b, h, rot_bsa.shape[2])]
+    return [*((t, (b, s, m, h, r)) for t in (b_bsmgr, c_bsmgr)), (dt_bsh, (b, h, rot_bsa.shape[2]))]
+
+
+def check_sizes(
+    b_bsmgr: Tensor,
+    c_bsmgr: Tensor,
+    b_weight_r: Tensor,
+    c_weight_r: Tensor,
+    b_bias_hmr: Tensor,
+    c_bias_hmr: Tensor,
+    rot_bsa: Tensor,
+    dt_bsh: Tensor,
+    angle_bha: Tensor | None,
+    segments_bs: Tensor | None,
+    *others: Any,
+) -> None:
+    required = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "b_weight_r": b_weight_r, "c_weight_r": c_weight_r}
+    required |= {"b_bias_hmr": b_bias_hmr, "c_bias_hmr": c_bias_hmr, "rot_bsa": rot_bsa, "dt_bsh": dt_bsh}
+    size = bind(required, angle_bha=angle_bha, segments_bs=segments_bs)
+    check_pairs(size.a, size.r)
+    if size.g == 0 or size.h % size.g:
+        raise ValueError(f"axis 'h' is {size.h} in dt_bsh, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
+    if segments_bs is not None:
+        check_integers("segments_bs", segments_bs)
 
 
 MAMBA3_PREPARE = TorchOperation(
@@ -22,7 +45,8 @@ MAMBA3_PREPARE = TorchOperation(
     "Tensor b_bsmgr, Tensor c_bsmgr, Tensor b_weight_r, Tensor c_weight_r, Tensor b_bias_hmr, Tensor c_bias_hmr, "
     "Tensor rot_bsa, Tensor dt_bsh, Tensor? angle_bha, Tensor? segments_bs, float eps, float rotation_range, "
     "bool neighbours",
-    _fake,
+    _outputs,
+    check=check_sizes,
     floats=9,
 )
 """B and C per head, `[b, s, m, h, r]`, and the angles after the last token."""
@@ -49,20 +73,12 @@ def mamba3_prepare(
 
     Returns `b_bsmhr` and `c_bsmhr` in the dtype of `b`. Head `i` belongs to group `i // (h / g)`.
     """
-    data = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bsa": rot_bsa}
-    others = {
-        "b_weight_r": b_weight_r,
-        "c_weight_r": c_weight_r,
-        "b_bias_hmr": b_bias_hmr,
-        "c_bias_hmr": c_bias_hmr,
-        "dt_bsh": dt_bsh,
-    }
-    size = bind({**data, **others}, angle_bha=angle_bha, segments_bs=segments_bs)
-    check_floats({**data}, {**others, "angle_bha": angle_bha})
-    check_pairing(pairing, size.a, size.r)
-    if size.g == 0 or size.h % size.g:
-        raise ValueError(f"axis 'h' is {size.h} in dt_bsh, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
     tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh, angle_bha)
+    check_sizes(*tensors, segments_bs)
+    check_pairing(pairing)
+    data: dict[str, Tensor | None] = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bsa": rot_bsa}
+    named = dict(zip(MAMBA3_PREPARE.names, tensors, strict=False))
+    check_floats(data, {name: tensor for name, tensor in named.items() if name not in data})
     kernel = MAMBA3_PREPARE.choose(backend, *tensors, segments_bs)
     if kernel is not None:
         if segments_bs is not None:

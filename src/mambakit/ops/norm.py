@@ -143,12 +143,35 @@ def plain_finish(
     return [(y_Nmi if mimo_o_mi is None else y_Nmi * mimo_o_mi).sum(1)]
 
 
+def check_rows(
+    y_Nmi: Tensor,
+    x_Ni: Tensor | None,
+    skip_i: Tensor | None,
+    z_Ni: Tensor | None,
+    mimo_x_mi: Tensor | None,
+    mimo_z_mi: Tensor | None,
+    mimo_o_mi: Tensor | None,
+    weight_i: Tensor | None,
+    group: int,
+    order: int,
+    eps: float,
+) -> None:
+    given = {"x_Ni": x_Ni, "skip_i": skip_i, "z_Ni": z_Ni, "weight_i": weight_i}
+    size = bind({"y_Nmi": y_Nmi}, **given, mimo_x_mi=mimo_x_mi, mimo_z_mi=mimo_z_mi, mimo_o_mi=mimo_o_mi)
+    check_group_size(group, size.i)
+    if (x_Ni is None) != (skip_i is None):
+        raise ValueError("x_Ni and skip_i are one term: give both or neither")
+    if order not in (NO_NORM, GATE_FIRST, NORM_FIRST):
+        raise ValueError(f"order is {order}, expected 0 (no norm), 1 (gate first) or 2 (norm first)")
+
+
 NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
 FINISH = TorchOperation(
     "finish",
     "Tensor y_Nmi, Tensor? x_Ni, Tensor? skip_i, Tensor? z_Ni, Tensor? mimo_x_mi, Tensor? mimo_z_mi, "
     "Tensor? mimo_o_mi, Tensor? weight_i, int group, int order, float eps",
-    lambda y_Nmi, *_: [y_Nmi.new_empty(y_Nmi.shape[0], y_Nmi.shape[2])],
+    lambda y_Nmi, *_: [(y_Nmi, (y_Nmi.shape[0], y_Nmi.shape[2]))],
+    check=check_rows,
     floats=8,
     twin=plain_finish,
 )

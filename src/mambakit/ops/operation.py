@@ -15,6 +15,7 @@ from mambakit.ops.backends import BACKENDS, PLAIN_TENSORS, TORCH, Backend, _runn
 
 LIBRARY = torch.library.Library("mambakit", "FRAGMENT")
 OPERATIONS: dict[str, "Operation"] = {}
+Outputs = Sequence[tuple[Tensor, Sequence[int]]]
 WhyNot = Callable[..., str | None]
 """Of the tensors of a call: None if the kernel can run it, else one clause for a person."""
 
@@ -149,27 +150,29 @@ class TorchOperation(Operation):
     """An operation whose kernels stand behind one torch operator, `mambakit::NAME(inputs, str backend) -> Tensor[]`.
 
     `inputs` is the schema, tensors first. Of these the first `floats` have gradients, each of its input's shape and
-    dtype. `fake` gives the outputs of inputs without numbers. `twin` is a plain form with the same inputs, if the
-    operation shall be differentiable more than once.
+    dtype. `outputs` gives an input for each output, whose dtype and device it has, and its shape. `check` raises
+    `ValueError` for inputs whose sizes do not fit: the operator is open to all, and kernels trust what they get. `twin`
+    is a plain form with the same inputs, if the operation shall be differentiable more than once.
     """
 
     def __init__(
         self,
         name: str,
         inputs: str,
-        fake: Callable[..., list[Tensor]],
+        outputs: Callable[..., Outputs],
         *,
+        check: Callable[..., object],
         floats: int = 0,
         twin: Callable[..., list[Tensor]] | None = None,
     ):
         super().__init__(name)
-        self.floats, self.twin = floats, twin
+        self.outputs, self.check, self.floats, self.twin = outputs, check, floats, twin
         arguments = inputs.split(", ")
         self.names = [argument.split()[-1] for argument in arguments]
         self.tensors = sum(argument.startswith("Tensor") for argument in arguments)
         LIBRARY.define(f"{name}({inputs}, str backend) -> Tensor[]")
         LIBRARY.impl(name, self._forward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"mambakit::{name}", lambda *args: fake(*args[:-1]), lib=LIBRARY)
+        torch.library.register_fake(f"mambakit::{name}", self._fake, lib=LIBRARY)
         self.operator = getattr(torch.ops.mambakit, name).default
         if floats:
             back = f"{name}_backward"
@@ -193,15 +196,40 @@ class TorchOperation(Operation):
             raise ValueError(f'backend "{backend}" cannot run {self.name}: {reason}')
         return kernel
 
+    def _check(self, kernel: Kernel, inputs: Sequence[Any], grads: Sequence[Tensor] = ()) -> None:
+        """Anybody may call an operator, and kernels trust what they get; torch's operators see for themselves."""
+        if kernel.backend is TORCH:
+            return
+        reason = kernel.backend.why_unreadable((*inputs[: self.tensors], *grads))
+        if reason is not None:
+            raise ValueError(f'backend "{kernel.backend.name}" cannot run {self.name}: {reason}')
+        wanted = (torch.float32,) if kernel.casts else kernel.backend.dtypes
+        for name, tensor in zip(self.names, inputs[: self.floats], strict=False):
+            if tensor is not None and tensor.dtype not in wanted:
+                raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, wanted))}")
+        self.check(*inputs)
+        for i, (grad, (like, shape)) in enumerate(zip(grads, self.outputs(*inputs), strict=False)):
+            if tuple(grad.shape) != tuple(shape) or grad.dtype != like.dtype:
+                given = f"is {tuple(grad.shape)} and {grad.dtype}, expected {tuple(shape)} and {like.dtype}"
+                raise ValueError(f"grads[{i}] of {self.name} {given}")
+
     def _forward(self, *inputs_and_backend: Any) -> list[Tensor]:
         *inputs, backend = inputs_and_backend
-        return self._kernel(backend).forward(*inputs)
+        kernel = self._kernel(backend)
+        self._check(kernel, inputs)
+        return kernel.forward(*inputs)
+
+    def _fake(self, *inputs_and_backend: Any) -> list[Tensor]:
+        return [like.new_empty(shape) for like, shape in self.outputs(*inputs_and_backend[:-1])]
 
     def _backward(self, grads: list[Tensor | None], *inputs_and_options: Any) -> list[Tensor]:
         *inputs, needs, backend = inputs_and_options
-        backward = self._kernel(backend).backward
-        assert backward is not None, f"{self.name} has gradients, so its kernels have a backward"
-        found = backward(grads, *inputs, needs)
+        kernel = self._kernel(backend)
+        assert kernel.backward is not None, f"{self.name} has gradients, so its kernels have a backward"
+        if len(needs) != self.floats or any(grad is None for grad in grads):
+            raise ValueError(f"{self.name} needs a gradient of every output and {self.floats} entries in needs")
+        self._check(kernel, inputs, grads)  # type: ignore[arg-type]  # none is None
+        found = kernel.backward(grads, *inputs, needs)
         nothing = next(t for t in inputs if t is not None)
         return [nothing.new_empty(0) if d is None or not need else d for d, need in zip(found, needs, strict=True)]
 

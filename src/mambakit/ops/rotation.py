@@ -60,16 +60,20 @@ def rotate_all(xs_bsmhr: tuple[Tensor, ...], angle_bsha: Tensor, pairing: str = 
     for x_bsmhr in xs_bsmhr:
         size = bind({"x_bsmhr": x_bsmhr, "angle_bsha": angle_bsha})
         check_floats({"x_bsmhr": x_bsmhr}, {"angle_bsha": angle_bsha})
-        check_pairing(pairing, size.a, size.r)
+        check_pairs(size.a, size.r)
+    check_pairing(pairing)
     angle_bs1ha = angle_bsha.to(torch.promote_types(angle_bsha.dtype, torch.float32))[:, :, None]
     cos_bs1ha, sin_bs1ha = torch.cos(angle_bs1ha), torch.sin(angle_bs1ha)
     turn = turn_neighbours if pairing == "interleaved" else turn_halves
     return tuple(turn(x_bsmhr, cos_bs1ha, sin_bs1ha) for x_bsmhr in xs_bsmhr)
 
 
-def check_pairing(pairing: str, angles: int, state_rank: int) -> None:
+def check_pairing(pairing: str) -> None:
     if pairing not in ("interleaved", "half"):
         raise ValueError(f'pairing = {pairing!r} is unknown; use "interleaved" or "half"')
+
+
+def check_pairs(angles: int, state_rank: int) -> None:
     if state_rank % 2 or 2 * angles > state_rank:
         raise ValueError(f"{angles} angles need an even state axis of at least {2 * angles} entries, got {state_rank}")
 

@@ -57,19 +57,19 @@ def selective_scan(
     conjugate pair and `y` is twice the real part of the sum. Raises `ValueError` for sizes, dtypes or devices that do
     not fit.
     """
-    required = {"x_bsi": x_bsi, "dt_bsi": dt_bsi, "a_ir": a_ir, "b_bsgr": b_bsgr, "c_bsgr": c_bsgr}
-    optional = {"state_bir": state_bir, "skip_i": skip_i, "z_bsi": z_bsi, "dt_bias_i": dt_bias_i}
-    named = {**required, **optional}
-    size = bind(required, **optional, segments_bs=segments_bs)
-    if size.g == 0 or size.i % size.g:
-        raise ValueError(f"axis 'i' of x_bsi is {size.i}, not a multiple of the {size.g} groups of b_bsgr")
+    tensors = (x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, skip_i, z_bsi, dt_bias_i)
+    check_sizes(*tensors)
+    named: dict[str, Tensor | None] = dict(zip(SELECTIVE_SCAN.names, tensors, strict=False))
     if segments_bs is not None:
+        bind({"x_bsi": x_bsi}, segments_bs=segments_bs)
         check_segments(segments_bs)
     dtype = state_dtype(named)
-    fresh_bs = None if segments_bs is None else F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
-    kernel = SELECTIVE_SCAN.choose(backend, *named.values(), segments_bs)
+    fresh_bs = None
+    if segments_bs is not None and x_bsi.shape[1]:
+        fresh_bs = F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
+    kernel = SELECTIVE_SCAN.choose(backend, *tensors, segments_bs)
     if kernel is not None:
-        y_bsi, last_bir = kernel(*named.values(), fresh_bs, dt_softplus)
+        y_bsi, last_bir = kernel(*tensors, fresh_bs, dt_softplus)
         return y_bsi.to(x_bsi.dtype), last_bir
     if dt_bias_i is not None:
         dt_bsi = dt_bsi.to(torch.promote_types(dt_bsi.dtype, torch.float32)) + dt_bias_i
@@ -78,6 +78,28 @@ def selective_scan(
     y_bsi = y_bsi if skip_i is None else (y_bsi + skip_i * x_bsi).to(x_bsi.dtype)
     y_bsi = y_bsi if z_bsi is None else (y_bsi * F.silu(z_bsi)).to(x_bsi.dtype)
     return y_bsi, last_bir
+
+
+def check_sizes(
+    x_bsi: Tensor,
+    dt_bsi: Tensor,
+    a_ir: Tensor,
+    b_bsgr: Tensor,
+    c_bsgr: Tensor,
+    state_bir: Tensor | None,
+    skip_i: Tensor | None,
+    z_bsi: Tensor | None,
+    dt_bias_i: Tensor | None,
+    fresh_bs: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> None:
+    required = {"x_bsi": x_bsi, "dt_bsi": dt_bsi, "a_ir": a_ir, "b_bsgr": b_bsgr, "c_bsgr": c_bsgr}
+    optional = {"state_bir": state_bir, "skip_i": skip_i, "z_bsi": z_bsi, "dt_bias_i": dt_bias_i}
+    size = bind(required, **optional, fresh_bs=fresh_bs)
+    if size.g == 0 or size.i % size.g:
+        raise ValueError(f"axis 'i' of x_bsi is {size.i}, not a multiple of the {size.g} groups of b_bsgr")
+    if fresh_bs is not None and fresh_bs.dtype != torch.bool:
+        raise ValueError(f"fresh_bs has to be boolean, got {fresh_bs.dtype}")
 
 
 def scan_plainly(
@@ -325,7 +347,8 @@ SELECTIVE_SCAN = TorchOperation(
     "selective_scan",
     "Tensor x_bsi, Tensor dt_bsi, Tensor a_ir, Tensor b_bsgr, Tensor c_bsgr, Tensor? state_bir, Tensor? skip_i, "
     "Tensor? z_bsi, Tensor? dt_bias_i, Tensor? fresh_bs, bool dt_softplus",
-    lambda x_bsi, dt_bsi, a_ir, *_: [x_bsi.new_empty(x_bsi.shape), a_ir.new_empty(x_bsi.shape[0], *a_ir.shape)],
+    lambda x_bsi, dt_bsi, a_ir, *_: [(x_bsi, x_bsi.shape), (a_ir, (x_bsi.shape[0], *a_ir.shape))],
+    check=check_sizes,
     floats=9,
 )
 """The scan with what stands around it; `fresh` marks tokens that start from a zero state."""

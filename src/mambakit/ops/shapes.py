@@ -101,8 +101,10 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
     return contextlib.nullcontext()
 
 
-def is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+def check_integers(name: str, tensor: Tensor, what: str = "integers") -> None:
+    dtype = tensor.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise ValueError(f"{name} has to hold {what}, got {dtype}")
 
 
 def has_numbers(tensor: Tensor) -> bool:
@@ -112,8 +114,7 @@ def has_numbers(tensor: Tensor) -> bool:
 
 def check_segments(segments_bs: Tensor) -> None:
     """Segment ids are integers that never decrease along a row."""
-    if not is_integer(segments_bs.dtype):
-        raise ValueError(f"segments_bs has to hold integer ids, got {segments_bs.dtype}")
+    check_integers("segments_bs", segments_bs, "integer ids")
     if not has_numbers(segments_bs) or segments_bs.shape[1] < 2:
         return
     falls_bs = segments_bs[:, 1:] < segments_bs[:, :-1]
@@ -128,8 +129,7 @@ def check_segments(segments_bs: Tensor) -> None:
 
 def check_lengths(lengths_b: Tensor, s: int) -> None:
     """How many of a row's `s` tokens count."""
-    if not is_integer(lengths_b.dtype):
-        raise ValueError(f"lengths_b has to hold integers, got {lengths_b.dtype}")
+    check_integers("lengths_b", lengths_b)
     if not has_numbers(lengths_b):
         return
     outside_b = (lengths_b < 0) | (lengths_b > s)

@@ -9,16 +9,34 @@ from torch import Tensor
 from mambakit.ops.backends import TORCH, asked, may_overwrite
 from mambakit.ops.operation import TorchOperation
 from mambakit.ops.segments import before_segment
-from mambakit.ops.shapes import Sizes, bind, cast, check_floats, check_segments, full_precision
+from mambakit.ops.shapes import Sizes, bind, cast, check_floats, check_integers, check_segments, full_precision
 from mambakit.ops.ssd_chunked import SsdChunks, ssd_minimal, ssd_serial
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.ssd_recalculated import default_chunk_len, from_core, recalculated, recalculated_backward, to_core
+
+
+def check_sizes(required: Mapping[str, Tensor], **optional: Tensor | None) -> Sizes:
+    size = bind(required, **optional)
+    if size.g == 0 or size.h % size.g:
+        raise ValueError(f"axis 'h' is {size.h} in v_bsmhp, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
+    return size
+
+
+def _check(*inputs: Any) -> None:
+    *tensors, segments_bs, chunk_len = inputs
+    size = check_sizes(dict(zip(SSD.names, tensors, strict=False)), segments_bs=segments_bs)
+    if size.s < 1 or chunk_len < 0:
+        raise ValueError(f"v_bsmhp has {size.s} tokens and chunk_len is {chunk_len}, expected at least 1 and 0")
+    if segments_bs is not None:
+        check_integers("segments_bs", segments_bs)
+
 
 SSD = TorchOperation(
     "ssd",
     "Tensor v_bsmhp, Tensor b_bsmgr, Tensor c_bsmgr, Tensor da_bsh, Tensor w_now_bsh, Tensor w_later_bsh, "
     "Tensor state_bhpr, Tensor? segments_bs, int chunk_len",
-    lambda v, b, c, da, w_now, w_later, state, *_: [v.new_empty(v.shape), state.new_empty(state.shape)],
+    lambda v, b, c, da, w_now, w_later, state, *_: [(v, v.shape), (state, state.shape)],
+    check=_check,
     floats=7,
 )
 """For a non-empty sequence; the state has the dtype to compute in. `chunk_len` 0 leaves the choice to the kernel."""
@@ -69,9 +87,7 @@ def check_core(
     segments_bs: Tensor | None,
 ) -> tuple[Sizes, torch.dtype]:
     """The sizes of a scan's inputs, v first, and the dtype to compute in; what is carried from before may be None."""
-    size = bind({**data, **weights}, **carried, segments_bs=segments_bs)
-    if size.g == 0 or size.h % size.g:
-        raise ValueError(f"axis 'h' is {size.h} in v_bsmhp, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
+    size = check_sizes({**data, **weights}, **carried, segments_bs=segments_bs)
     dtype = check_floats({**data}, {**weights, **carried})
     if segments_bs is not None:
         check_segments(segments_bs)

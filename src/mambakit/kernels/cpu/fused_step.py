@@ -16,7 +16,7 @@ from mambakit.kernels.cpu.structs import (
     Mamba3Step,
     Mamba3StepCall,
 )
-from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, MAMBA2_STEP, MAMBA3_STEP, like
+from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, MAMBA2_STEP, MAMBA3_STEP
 from mambakit.ops.operation import TorchOperation
 
 Inputs = dict[str, Any]
@@ -35,6 +35,11 @@ def filled(struct: Any, x: Inputs, /, **more: Any) -> Any:
             value = x[name]
             more[name] = value.data_ptr() if isinstance(value, Tensor) else value
     return struct(**more)
+
+
+def like(*tensors: Tensor) -> list[Tensor]:
+    """Room for the new value of each, contiguous."""
+    return [tensor.new_empty(tensor.shape) for tensor in tensors]
 
 
 def check_numel(inputs: Inputs, /, **counts: int) -> None:
@@ -74,7 +79,7 @@ def mamba2_step(*inputs: Any) -> list[Tensor]:
     x = by_name(MAMBA2_STEP, inputs)
     projected, window, state, norm_group = x["projected"], x["window"], x["state"], x["norm_group"]
     (b, h, p, r), (_, v, k) = state.shape, window.shape
-    groups = (v - h * p) // (2 * r)
+    groups = (v - h * p) // max(2 * r, 1)
     mlp = (projected.shape[1] - h * p - v - h) // 2
     D_per_channel = x["D"].numel() != h
     check_numel(
@@ -88,7 +93,7 @@ def mamba2_step(*inputs: Any) -> list[Tensor]:
         D=h * p if D_per_channel else h,
         norm_weight=h * p,
     )
-    if norm_group < 1 or h * p % norm_group or groups < 1 or h % groups:
+    if norm_group < 1 or h * p % norm_group or groups < 1 or h % groups or r < 1 or mlp < 0:
         raise ValueError(f"{h} heads of {p} channels do not fit {groups} groups or a norm over {norm_group} channels")
     out = [projected.new_empty(b, mlp + h * p), *like(window, state)]
     sizes = {"heads": h, "p": p, "r": r, "groups": groups, "k": k, "mlp": mlp}
@@ -113,7 +118,9 @@ def mamba3_step(*inputs: Any) -> list[Tensor]:
     projected, angles = x["projected"], x["angles"]
     before = [x[name] for name in ("state", "k_state", "v_state", "angle")]
     (b, h, p, r), m, kept = before[0].shape, before[1].shape[1], before[3].shape[2]
-    groups = (projected.shape[1] - 2 * h * p - 3 * h - kept) // (2 * m * r)
+    groups = (projected.shape[1] - 2 * h * p - 3 * h - kept) // max(2 * m * r, 1)
+    if groups < 1 or h % groups or not 0 <= 2 * angles <= r or m * r < 1:
+        raise ValueError(f"{h} heads with states of {r} do not fit {groups} groups or {angles} angles")
     check_numel(
         x,
         projected=b * (2 * h * p + 2 * m * groups * r + 3 * h + kept),
@@ -123,8 +130,6 @@ def mamba3_step(*inputs: Any) -> list[Tensor]:
         **{"dt_bias": h, "D": h, "B_norm": r, "C_norm": r, "B_bias": h * m * r, "C_bias": h * m * r},
         **{"mimo_x": h * m * p, "mimo_z": h * m * p, "mimo_o": h * m * p, "norm_weight": h * p},
     )
-    if groups < 1 or h % groups or 2 * angles > r:
-        raise ValueError(f"{h} heads with states of {r} do not fit {groups} groups or {angles} angles")
     y_bi, after = projected.new_empty(b, h * p), like(*before)
     run(
         Mamba3StepCall(
