@@ -10,17 +10,10 @@ from test_compat import MAMBA3, installed, official  # noqa: F401 - a fixture
 
 B, S, H, P, R, M = 2, 70, 4, 8, 16, 2
 NARROW = (torch.bfloat16, torch.float16)
-ROUNDED_BEFORE = {"test_selective_scan_fn": "skip and gate", "test_causal_conv1d_fn": "SiLU"}
-ROUNDED_BEFORE |= {"test_causal_conv1d_update": "SiLU"}
-"""Where the plain form in `mambakit.ops` rounds too early."""
 
 
 @pytest.fixture(autouse=True, params=["auto", "torch"])
 def _backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    name = request.node.originalname
-    if request.param == "torch" and name in ROUNDED_BEFORE and request.node.callspec.params.get("parts") != ():
-        reason = f"the plain form rounds before {ROUNDED_BEFORE[name]}"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
     with use_backend(request.param):
         yield
 
