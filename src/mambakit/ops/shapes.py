@@ -43,14 +43,12 @@ def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None)
         if tensor.dim() != len(axes):
             raise ValueError(f"{name} needs {len(axes)} axes ({', '.join(axes)}), got shape {tuple(tensor.shape)}")
         for axis, size in zip(axes, tensor.shape, strict=True):
-            if axis.isdigit():
-                if size != int(axis):
-                    raise ValueError(f"{name} needs size {axis} where it has {size} (shape {tuple(tensor.shape)})")
-                continue
-            if axis in sizes and sizes[axis] != size:
-                raise ValueError(f"axis '{axis}' is {size} in {name} but {sizes[axis]} in {seen_in[axis]}")
             if axis not in sizes:
+                if axis.isdigit() and size != int(axis):
+                    raise ValueError(f"{name} needs size {axis} where it has {size} (shape {tuple(tensor.shape)})")
                 sizes[axis], seen_in[axis] = size, name
+            elif sizes[axis] != size:
+                raise ValueError(f"axis '{axis}' is {size} in {name} but {sizes[axis]} in {seen_in[axis]}")
         if first is None:
             first = (name, tensor.device)
         elif tensor.device != first[1]:
