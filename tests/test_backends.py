@@ -1,6 +1,7 @@
 """One chooser: what is asked for runs or raises, by call, by thread and by model; a backend is a registration."""
 
 import json
+import os
 import re
 import sys
 import threading
@@ -247,6 +248,9 @@ def test_checkpointed_layers_are_computed_again_as_they_were():
 # How far it is.
 
 
+PACKAGE = str(Path(mk.__file__).parent) + os.sep
+
+
 class Depth:
     """Frames of mambakit on the stack, at most, when one of `targets` is called."""
 
@@ -254,16 +258,18 @@ class Depth:
         self.targets, self.stacks = targets, []
 
     def __call__(self, frame, event, arg) -> None:
-        if event != "call":
+        if event != "call" or self.name(frame) not in self.targets:
             return
-        here = (frame.f_code.co_filename.rpartition("mambakit/")[2], frame.f_code.co_name)
-        if here in self.targets:
-            names = []
-            while frame is not None:
-                if "mambakit/src/" in frame.f_code.co_filename or "/mambakit/" in frame.f_code.co_filename:
-                    names.append((frame.f_code.co_filename.rpartition("mambakit/")[2], frame.f_code.co_name))
-                frame = frame.f_back
-            self.stacks.append(names[::-1])
+        names = []
+        while frame is not None:
+            names.append(self.name(frame))
+            frame = frame.f_back
+        self.stacks.append([name for name in reversed(names) if name is not None])
+
+    def name(self, frame) -> tuple[str, str] | None:
+        """File and function of a call of ours."""
+        file = frame.f_code.co_filename
+        return (file.removeprefix(PACKAGE), frame.f_code.co_name) if file.startswith(PACKAGE) else None
 
 
 def stacks_of(depth: Depth, call) -> list[list[tuple[str, str]]]:
