@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import mambakit as mk
 from blocks import CONFIGS, leaf_cache, make_block, random_cache, tensors_of, tokens
 from compare import check
 
@@ -228,3 +229,17 @@ def test_packed_sequences_without_a_token(name):
     y, after = block(x, cache, mask_bs=flags, reset_bs=flags, cu_seqlens=torch.tensor([0, 0, 0]))
     assert y.shape == x.shape
     check(1e-10, tensors_of(after), tensors_of(cache))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_that_starts_afresh(name):
+    block = make_block(name)
+    cache, x = random_cache(block, 2), tokens(block, 2, 1)[:, 0]
+    y, after = block.step(x, cache, reset_b=torch.tensor([False, True]))
+    kept, fresh = block.step(x[:1], mk.caches.select(cache, [0])), block.step(x[1:])
+    torch.testing.assert_close(y, torch.cat([kept[0], fresh[0]]), rtol=0, atol=1e-12)
+    joined = mk.caches.concat([kept[1], fresh[1]])
+    for name, tensor in tensors_of(after).items():
+        torch.testing.assert_close(tensor, tensors_of(joined)[name], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"reset_b needs 1 axis \(batch\), got \(2, 1\)"):
+        block.step(x, cache, reset_b=torch.zeros(2, 1, dtype=torch.bool))

@@ -61,8 +61,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         """Nothing seen yet; the state is the learned one where there is one."""
 
     @abstractmethod
-    def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Of a cache's tensors, by field."""
+    def cache_shapes(self, batch: int) -> dict[str, tuple[Any, ...]]:
+        """Of a cache's floating-point tensors, by field; None for an axis of any length."""
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """In the dtype and on the device of a parameter, and a plain tensor even where that is a share of one."""
@@ -106,7 +106,7 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if cache is None:
             cache = self.fresh_cache(rows)
         else:
-            check_cache(self, cache, rows, x_bsd)
+            self.check_cache(cache, rows, x_bsd)
         ids_bs = None
         if reset_bs is not None:
             check_flags("reset_bs", reset_bs, x_bsd)
@@ -114,9 +114,9 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         try:
             if mask_bs is None and cu_seqlens is None:
                 if ids_bs is not None and s:
-                    cache = restart(self, cache, ids_bs[:, 0] > 0)
+                    cache = self.restarted(cache, ids_bs[:, 0] > 0)
                 with path.around():
-                    return self.run(x_bsd, cache, path.inside, ids_bs, None)
+                    return self.scaled(x_bsd, cache, path.inside, ids_bs, None)
 
             if mask_bs is not None:
                 check_flags("mask_bs", mask_bs, x_bsd)
@@ -124,21 +124,48 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
             segments = leaving = None
             if ids_bs is not None:
                 segments, entering, leaving = layout.resets(ids_bs)
-                cache = restart(self, cache, entering)
+                cache = self.restarted(cache, entering)
             with path.around():
-                y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
+                y_rld, cache = self.scaled(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
             if leaving is not None:
-                cache = restart(self, cache, leaving)
+                cache = self.restarted(cache, leaving)
             return layout.scatter(y_rld, b, s), cache
         except RuntimeError as error:
             blame_dtype(self, "x_bsd", x_bsd, error)
             raise
 
-    def step(self, x_bd: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
-        """One token."""
+    def scaled(
+        self, x_bsd: Tensor, cache: Cache, path: SsdPath, segments_bs: Tensor | None, lengths_b: Tensor | None
+    ) -> tuple[Tensor, Cache]:
+        """`run` between the config's two scales."""
+        config = self.config
+        if config.in_scale != 1:
+            x_bsd = x_bsd * config.in_scale
+        y_bsd, cache = self.run(x_bsd, cache, path, segments_bs, lengths_b)
+        return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), cache
+
+    def step(self, x_bd: Tensor, cache: Cache | None = None, *, reset_b: Tensor | None = None) -> tuple[Tensor, Cache]:
+        """One token; rows of `reset_b` start afresh before it."""
         check_token(self, x_bd)
-        y_bsd, after = self(x_bd[:, None], cache)
+        options: Options = {} if reset_b is None else {"reset_bs": one_each("reset_b", reset_b)}
+        y_bsd, after = self(x_bd[:, None], cache, **options)
         return y_bsd[:, 0], after
+
+    def restarted(self, cache: Cache, fresh_b: Tensor) -> Cache:
+        """`cache` with the rows of `fresh_b` as a fresh cache has them."""
+        new = self.fresh_cache(len(fresh_b))
+        return type(cache)(
+            *(
+                torch.where(fresh_b.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.dtype), old)
+                if isinstance(old, Tensor)
+                else old
+                for fresh, old in zip(new, cache, strict=True)
+            )
+        )
+
+    def check_cache(self, cache: Any, rows: int, x_bsd: Tensor) -> None:
+        """ValueError unless it is a cache of this block for so many rows, beside such an input."""
+        check_cache(self, cache, rows, x_bsd)
 
     def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
         """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
@@ -210,20 +237,6 @@ def lay_out(
     return Layout(take_rl.gather(1, nearest_rl), lengths_r, back_n, present_n, last_n)
 
 
-def restart(block: Block[Any, Cache], cache: Cache, fresh_b: Tensor) -> Cache:
-    """`cache` with the rows of `fresh_b` as a fresh cache has them."""
-    new = block.fresh_cache(len(fresh_b))
-    pairs = zip(new, cache, strict=True)
-    return type(cache)(
-        *(
-            torch.where(fresh_b.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.dtype), old)
-            if isinstance(old, Tensor)
-            else old
-            for fresh, old in pairs
-        )
-    )
-
-
 def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
     """Zero step sizes beyond each row's length: no decay, no write, no turn."""
     if lengths_b is None:
@@ -269,6 +282,14 @@ def check_token(block: Any, x_bd: Tensor) -> None:
         raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")
 
 
+def one_each(name: str, flags_b: Tensor) -> Tensor:
+    """Flags of one token for each row, as `forward` takes them."""
+    if not isinstance(flags_b, Tensor) or flags_b.dim() != 1:
+        given = tuple(flags_b.shape) if isinstance(flags_b, Tensor) else type(flags_b).__name__
+        raise ValueError(f"{name} needs 1 axis (batch), got {given}")
+    return flags_b[:, None]
+
+
 def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
     device, double, kind = x_bsd.device, x_bsd.dtype == torch.float64, block.cache_class
     if not isinstance(cache, kind):
@@ -276,8 +297,12 @@ def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
         raise ValueError(f"{type(block).__name__} needs a {kind.__name__}, got {given}; fresh_cache() makes one")
     for name, shape in block.cache_shapes(rows).items():
         tensor = getattr(cache, name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {shape} for {rows} rows")
+        free = len(tensor.shape) == len(shape) and [
+            n if m is None else m for n, m in zip(tensor.shape, shape, strict=True)
+        ]
+        if list(tensor.shape) != free:
+            expected = str(tuple("any" if n is None else n for n in shape)).replace("'", "")
+            raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {expected} for {rows} rows")
         if tensor.device != device:
             raise ValueError(f"cache.{name} is on {tensor.device} but x_bsd on {device}; move it with caches.to()")
         if (tensor.dtype == torch.float64) != double:

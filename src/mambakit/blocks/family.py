@@ -48,6 +48,8 @@ class Family:
     example: Mapping[str, Any]
     """Fields of a tiny block for self-checks."""
     step: FusedStep | None = None
+    alone: bool = True
+    """Whether a model can be made of such blocks and no others."""
 
     @property
     def config(self) -> type:
@@ -89,9 +91,25 @@ def family_of(part: Any) -> Family:
     raise ValueError(f"block is a {type(part).__name__}, expected one of {expected}")
 
 
+def to_dict(config: Any) -> dict[str, Any]:
+    """A block's config as JSON values, its family among them."""
+    return {"family": family_of(config).name, **config.to_dict()}
+
+
+def from_dict(values: Any, where: str = "block") -> Any:
+    """What `to_dict` gave the values of; `where` is what messages call them."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is {values!r}, expected an object with the fields of a block")
+    fields = dict(values)
+    family = fields.pop("family", None)
+    if family not in FAMILIES:
+        raise ValueError(f"{where}.family is {family!r}, expected one of {', '.join(FAMILIES)}")
+    return FAMILIES[family].config.from_dict(fields)
+
+
 def presets() -> dict[str, tuple[Family, Mapping[str, Any]]]:
     """The names a command line offers, each with its family and the fields it sets."""
-    families = FAMILIES.values()
+    families = [family for family in FAMILIES.values() if family.alone]
     return {name: (f, given) for f in families for name, given in {f.name: {}, **f.variants}.items()}
 
 
@@ -106,5 +124,7 @@ def ssd_flops(config: Any, tokens: int, *, groups: int, ranks: int = 1) -> float
 
 
 def _names(family: Family) -> Iterator[str]:
-    """What no two families may share."""
-    yield from (family.name, *family.variants, family.config.__name__, family.cache.__name__)
+    """What no two families may share, but for the name of a cache of nothing."""
+    yield from (family.name, *family.variants, family.config.__name__)
+    if family.cache._fields:
+        yield family.cache.__name__

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ def _check_counts(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
         gates = len(config.order) if gate.per_virtual_layer else config.n_layer
         if gates > len(tensors) or gate.n_streams > longest:
             raise ValueError(f"the weights have no {gates} gates with n_streams = {gate.n_streams}")
-    values = {**asdict(config.block), "vocab_size": config.vocab_size, "d_intermediate": config.d_intermediate}
+    block: Any = config.block
+    values = {**asdict(block), "vocab_size": config.vocab_size, "d_intermediate": config.d_intermediate}
     large = {name: value for name, value in values.items() if type(value) is int and value > max(longest, PLAUSIBLE)}
     if large:
         told = ", ".join(f"{name} = {value}" for name, value in large.items())
@@ -92,7 +94,7 @@ def sizes(config: ModelConfig, tensors: dict[str, Tensor]) -> list[Size]:
     """Those of the sizes that can be told from the tensors there are."""
     layers = {name.split(".")[2] for name in tensors if name.startswith("backbone.layers.")}
     found = [Size("n_layer", len(layers), config.n_layer)]
-    block = config.block
+    block: Any = config.block
 
     def add(name: str, key: str, axis: int, configured: int) -> None:
         if key in tensors and tensors[key].dim() > axis:

@@ -125,7 +125,8 @@ def write_config(config: ModelConfig, name: str) -> dict[str, Any]:
 def described(config: ModelConfig) -> dict[str, Any]:
     """All fields by name, with the values that defaults like None stand for."""
     model = {name: value for name, value in asdict(config).items() if name != "block"}
-    return {**model, **{f"block.{name}": value for name, value in _described_block(config.block).items()}}
+    block: Any = config.block
+    return {**model, **{f"block.{name}": value for name, value in _described_block(block).items()}}
 
 
 def _described_block(block: BlockConfig) -> dict[str, Any]:

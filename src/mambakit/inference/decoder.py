@@ -14,9 +14,10 @@ from torch.nn.modules import module as torch_modules
 
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import FAMILIES, FusedStep, family_of
+from mambakit.blocks.mlp import MLP, MLPConfig
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
 from mambakit.models.language_model import Backbone, LanguageModel
-from mambakit.models.layer import GatedMLP, Layer, LayerNorm
+from mambakit.models.layer import Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
 from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import decode, few_rows
@@ -24,10 +25,10 @@ from mambakit.ops.backends import overwriting, use_backend
 from mambakit.ops.decode import DECODE, Decoding
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
-PARTS = (LanguageModel, Backbone, Layer, GatedMLP, Residual, nn.ModuleList)
+PARTS = (LanguageModel, Backbone, Layer, MLP, Residual, nn.ModuleList)
 PARTS += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
-CALLED = ("forward", "step", "embed", "logits", "run", "with_mlp")
+CALLED = ("forward", "step", "embed", "logits", "run", "scaled", "apart", "together")
 MATRICES = ("in_proj", "out_proj", "x_proj", "dt_proj", "fc1", "fc2")
 """The projections of a block and of an MLP."""
 
@@ -188,6 +189,8 @@ def why_not(model: nn.Module) -> str | None:
         return "it has class tokens or latents"
     if backbone.residual.gate_of is not None:
         return "it has MultiGate residuals"
+    if (model.config.embedding_scale, model.config.logits_scale) != (1, 1):
+        return "it scales embeddings or logits"
     if backbone.config.ignore_first_residual or backbone.config.ignore_last_residual:
         return "it leaves out a residual"
     for name, tensor in model.named_parameters():
@@ -209,10 +212,25 @@ def why_not_module(module: nn.Module) -> str | None:
         return "renormalises its rows"
     if isinstance(module, nn.LayerNorm) and not module.elementwise_affine:
         return "has no weight"
-    if type(module) is Layer and any(getattr(norm, "group_size", None) is not None for norm in module.children()):
-        return "norms in groups"
+    if type(module) is Layer:
+        return why_not_layer(module)
+    if isinstance(module, MLP):
+        return None if module.config == MLPConfig(*sizes_of(module)) else "is no plain gated MLP with SiLU"
     if isinstance(module, Block):
-        return step_of(module).why_not(module)
+        scales = module.config.in_scale, module.config.out_scale
+        return step_of(module).why_not(module) if scales == (1, 1) else "has scales"
     if isinstance(module, PROJECTIONS) and not few_rows.is_stored_well(module.stored()):
         return f"has weights of {module.stored().weight.dtype} in a form that the kernels do not read"
     return None
+
+
+def why_not_layer(layer: Layer) -> str | None:
+    if any(getattr(norm, "group_size", None) is not None for norm, _ in layer.parts):
+        return "norms in groups"
+    if [name for _, name in layer.names] not in (["mixer"], ["mixer", "mlp"]) or isinstance(layer.mixer, MLP):
+        return "is not one block, with or without an MLP"
+    return None if layer.residual_scale == 1 else "scales its residual"
+
+
+def sizes_of(mlp: MLP) -> tuple[int, int]:
+    return mlp.config.d_model, mlp.config.d_hidden
