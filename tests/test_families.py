@@ -21,7 +21,7 @@ from mambakit.blocks.family import FAMILIES as RECORDS
 from mambakit.blocks.family import Family, FusedStep, family_of, presets, register
 from mambakit.cli.main import main
 from mambakit.inference.decoder import StepByStep, make_decoder
-from mambakit.kernels.cpu.decode import STEPS
+from mambakit.kernels.cpu.decode import PARTS, fields_of
 from test_trainer_runs import forked_runs
 
 F64 = torch.float64
@@ -208,11 +208,13 @@ class TestRecords:
     def test_steps_are_told_in_the_words_of_the_kernels(self, name):
         block, family = make_block(name), family_of(CONFIGS[name])
         assert isinstance(family.step, FusedStep)
-        _, struct = STEPS[family.step.operation.name]
+        _, struct = PARTS[family.name]
         fields = {**family.step.fields(block), **family.step.prepared(block)}
-        assert set(fields) == {field for field, *_ in struct._fields_}
-        assert all(value is None or isinstance(value, Tensor | int | float) for value in fields.values())
-        assert family.step.places.keys() == block.cache_shapes(1).keys()
+        assert set(fields) == set(fields_of(struct().step))
+        assert all(value is None or isinstance(value, Tensor | int | float | str) for value in fields.values())
+        beside = {"step", *family.step.projections, *family.step.places.values()}
+        assert beside == set(fields_of(struct))
+        assert family.step.places.keys() >= block.cache_shapes(1).keys()
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_sizes_and_properties_are_there(self, name):

@@ -196,9 +196,9 @@ FAMILY = register(
         resolved={"dt_rank": "dt_width"},
         example={"d_model": 24, "state_rank": 5},
         step=FusedStep(
-            operation=MAMBA1_STEP,
             fields=step_fields,
             prepared=lambda block: {"A": -torch.exp(block.A_log.detach())},
+            projections=("in_proj", "x_proj", "dt_proj", "out_proj"),
             places={"conv_bik": "window", "ssm_bir": "state"},
             why_not=lambda block: None if type(block.dt_proj) is Linear else "has a quantized dt_proj",
         ),

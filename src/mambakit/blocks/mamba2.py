@@ -262,6 +262,10 @@ FAMILY = register(
         flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.ngroups),
         at_hand={"state_rank": 64},
         example={"d_model": 24, "state_rank": 10, "per_head_dim": 12, "ngroups": 2},
-        step=FusedStep(operation=MAMBA2_STEP, fields=step_fields, places={"conv_bvk": "window", "ssm_bhpr": "state"}),
+        step=FusedStep(
+            fields=step_fields,
+            projections=("in_proj", "out_proj"),
+            places={"conv_bvk": "window", "ssm_bhpr": "state"},
+        ),
     )
 )

@@ -72,10 +72,15 @@ Mamba3Step{int64_t heads, p, r, groups, ranks, angles; bool half, heavy_tail; po
 Mamba3Carried{pointer state, k_state, v_state, angle;}
 Mamba3StepCall{Mamba3Step step; int64_t batch; pointer projected; Mamba3Carried before, after; pointer out;}
   mamba3_step(Mamba3StepCall)
-Norm{pointer weight, bias; int64_t width, centred; double eps;}
-DecodeLayer{int64_t family; pointer step; Norm norm, norm2; Matrix in_proj, out_proj, x_proj, dt_proj, fc1, fc2;
-  pointer state, window, k_state, v_state, angle;}
-DecodeModel{int64_t width, layers; pointer embedding, layer; Norm norm_f; Matrix head;}
+Norm{pointer weight, bias; int64_t width, centred; double eps; float scale;}
+Mamba1Part{Mamba1Step step; Matrix in_proj, x_proj, dt_proj, out_proj; pointer window, state;}
+Mamba2Part{Mamba2Step step; Matrix in_proj, out_proj; pointer window, state;}
+Mamba3Part{Mamba3Step step; Matrix in_proj, out_proj; pointer state, k_state, v_state, angle;}
+MlpStep{int64_t activation; bool gated; float gate_scale;}
+MlpPart{MlpStep step; Matrix fc1, fc2;}
+DecodePart{int64_t kind; pointer block; Norm norm; float scale; bool beside;}
+DecodeModel{int64_t width, parts; pointer embedding, part; Norm norm_f; Matrix head; float embedding_scale,
+  logits_scale;}
 Decode{pointer model; int64_t batch; pointer ids, logits;} decode(Decode)
 LargePages{pointer start; int64_t bytes;} large_pages(LargePages)
 VectorFunction{int64_t which; pointer x, y; int64_t n;} vector_function(VectorFunction)

@@ -69,6 +69,7 @@ enum Slot {
     STEP_ROWS,  // the calling thread's
     STEP_HEAD,
     DECODE_RESIDUAL,  // the calling thread's, like those that follow
+    DECODE_INPUT,
     DECODE_PROJECTED,
     DECODE_INNER,
     DECODE_SMALL,
