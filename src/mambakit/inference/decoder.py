@@ -146,9 +146,9 @@ class Decoder:
         self._caches = [with_slots(spot.block, one, tokens) for spot, one in pairs]
         self._left = tokens
 
-    def _states(self) -> list[dict[str, Tensor]]:
+    def _states(self) -> list[dict[str, Tensor | int]]:
         pairs = zip(self._spots, self._caches, strict=True)
-        return [{place: getattr(one, name) for name, place in step_of(s.block).places.items()} for s, one in pairs]
+        return [states_of(step_of(spot.block), one) for spot, one in pairs]
 
 
 class Spot(NamedTuple):
@@ -206,6 +206,12 @@ def with_slots(block: Block, cache: Any, tokens: int) -> Any:
     return cache._replace(**changed)
 
 
+def states_of(step: FusedStep, cache: Any) -> dict[str, Tensor | int]:
+    """A cache in the words of the kernels."""
+    states = {place: getattr(cache, name) for name, place in step.places.items()}
+    return states if step.slots is None else {**states, "slots": most_slots(cache)}
+
+
 def most_slots(cache: Any) -> int:
     return max((getattr(cache, name).shape[axis] for name, axis in getattr(cache, "grows", {}).items()), default=0)
 
@@ -234,6 +240,7 @@ def packed_part(spot: Spot) -> decode.Part:
         fields=step.fields(block),
         prepared=lambda: step.prepared(kept),
         projections={name: getattr(block, name).stored() for name in step.projections},
+        carried=[*step.places.values(), *(["slots"] if step.slots is not None else [])],
         norm=packed_norm(spot.norm)._replace(scale=spot.in_scale),
         scale=spot.scale,
         beside=spot.beside,

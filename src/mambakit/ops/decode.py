@@ -33,6 +33,8 @@ class Part(NamedTuple):
     prepared: Callable[[], Mapping[str, Tensor]]
     """More of it, computed from parameters, which it does not follow: asked for anew with every load."""
     projections: Mapping[str, Weights]
+    carried: Sequence[str]
+    """The names of its states."""
     norm: Norm
     scale: float
     beside: bool
@@ -52,11 +54,11 @@ class Model(NamedTuple):
 class Decoding(Protocol):
     """A packed model. Parameters are read where they lie."""
 
-    def load(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def load(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
         """Go on from these states, those of each part by name; steps change them in place."""
         ...
 
-    def move(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def move(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
         """The states lie here from now on."""
         ...
 

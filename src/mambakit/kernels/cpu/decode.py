@@ -11,6 +11,7 @@ from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.few_rows import matrix
 from mambakit.kernels.cpu.library import pointer, run
 from mambakit.kernels.cpu.structs import (
+    AttentionPart,
     Decode,
     DecodeModel,
     DecodePart,
@@ -19,7 +20,6 @@ from mambakit.kernels.cpu.structs import (
     Mamba3Part,
     MlpPart,
     Norm,
-    Struct,
 )
 from mambakit.ops import decode
 from mambakit.ops.few_rows import Weights
@@ -29,6 +29,7 @@ PARTS: dict[str, tuple[int, type[Any]]] = {
     "mamba2": (2, Mamba2Part),
     "mamba3": (3, Mamba3Part),
     "mlp": (4, MlpPart),
+    "attention": (5, AttentionPart),
 }
 """The kinds of parts, each with its number and struct in decode.h."""
 WORDS = {word: number for number, word in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2"))}
@@ -56,18 +57,16 @@ class Decoding:
             logits_scale=model.logits_scale,
         )
 
-    def load(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def load(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
         self._prepared = [part.prepared() for part in self._given]  # kept alive
         for block, prepared in zip(self._blocks, self._prepared, strict=True):
-            for name, tensor in prepared.items():
-                setattr(block.step, name, pointer(tensor))
+            fill(block, prepared)
         self.move(states)
 
-    def move(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def move(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
         self._states = states  # kept alive
         for block, own in zip(self._blocks, states, strict=True):
-            for name, tensor in own.items():
-                setattr(block, name, pointer(tensor))
+            fill(block, own)
 
     def step(self, ids_b: Tensor) -> Tensor:
         ids_b = ids_b.contiguous()
@@ -81,11 +80,10 @@ class Decoding:
     def _pack_part(self, part: decode.Part) -> DecodePart:
         number, struct = PARTS[part.kind]
         block: Any = struct()
-        names = part.fields.keys() | part.prepared().keys()
-        assert names == set(fields_of(block.step)), "what is not given would be zero"
-        for name, value in part.fields.items():
-            value = self._address(value) if isinstance(value, Tensor) else value
-            setattr(block.step, name, WORDS[value] if isinstance(value, str) else value)
+        given = part.fields.keys() | part.prepared().keys() | part.projections.keys() | set(part.carried)
+        assert given == set(fields_of(block)), "what is not given would be zero"
+        self._held += [value.detach() for value in part.fields.values() if isinstance(value, Tensor)]
+        fill(block, part.fields)
         for name, weights in part.projections.items():
             setattr(block, name, self._pack_matrix(weights))
         self._blocks.append(block)
@@ -117,8 +115,17 @@ class Decoding:
         return tensor.data_ptr()
 
 
-def fields_of(struct: type[Struct] | Struct) -> list[str]:
-    return [name for name, *_ in struct._fields_]
+def fields_of(block: Any) -> list[str]:
+    """Of a part's struct and of the step's inside."""
+    return [name for struct in (block, block.step) for name, *_ in struct._fields_ if name != "step"]
+
+
+def fill(block: Any, values: Mapping[str, Any]) -> None:
+    """Set fields by name: tensors by their addresses, words by their numbers."""
+    own = {name for name, *_ in block._fields_}
+    for name, value in values.items():
+        value = pointer(value) if isinstance(value, Tensor) else value
+        setattr(block if name in own else block.step, name, WORDS[value] if isinstance(value, str) else value)
 
 
 decode.DECODE.implement(CPU, Decoding)

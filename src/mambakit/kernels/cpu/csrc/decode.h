@@ -4,6 +4,7 @@
 #pragma once
 
 #include "part.h"
+#include "part_attention.h"
 #include "part_mamba.h"
 #include "part_mlp.h"
 
@@ -45,6 +46,7 @@ static void run_part(const DecodePart& part, int64_t batch, const float* input, 
     if (part.kind == 2) run_part(*(const Mamba2Part*)part.block, x);
     if (part.kind == 3) run_part(*(const Mamba3Part*)part.block, x);
     if (part.kind == 4) run_part(*(const MlpPart*)part.block, x);
+    if (part.kind == 5) run_part(*(const AttentionPart*)part.block, x);
 }
 
 static void decode(const Decode& call) {
