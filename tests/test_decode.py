@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import CONFIGS
+from blocks import CONFIGS, MAMBAS
 from compare import error
 from mambakit import (
     LanguageModel,
@@ -32,7 +32,7 @@ from mambakit.ops.backends import use_backend
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 VOCABULARY = 50
 ROTATING = ("mamba3-quaternion", "mamba3-learned")
-NAMES = [name for name in CONFIGS if name not in ROTATING]
+NAMES = [name for name in MAMBAS if name not in ROTATING]
 MODELS = {
     "tied": {},
     "untied-mlp": {"tie_embeddings": False, "d_intermediate": 8},

@@ -163,8 +163,9 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
 
     def slots(self, position_b: Tensor) -> int:
         """How many a cache has after so many tokens."""
-        most = int(filled(position_b, self.config.window).max()) if len(position_b) else 0
-        return -(-most // SLOTS) * SLOTS
+        # Not `int`, which a compiler would want to know in advance.
+        most = filled(position_b, self.config.window).max().item() if len(position_b) else 0
+        return (most + SLOTS - 1) // SLOTS * SLOTS  # type: ignore[return-value]  # of integers
 
     def run(
         self,
@@ -182,8 +183,8 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
             position_bs = positions(cache, s, starts_bs)
             qk_bsXp = turn(qk_bsXp, *turns(position_bs, config.rope_width, config.rope_theta, qk_bsXp.dtype))
         q_bshp, k_bsgp = qk_bsXp.split((h, g), dim=2)
-        # A compiler knows no number of slots, and takes the way of any other length.
-        alone = s == 1 and lengths_b is None and not torch.compiler.is_compiling()
+        # For decoding: a gradient would reach slots that hold nothing, and a compiler knows no number of slots.
+        alone = s == 1 and lengths_b is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         attended = self.one_token if alone else self.any_tokens
         y_bshp, cache = attended(q_bshp, k_bsgp, v_bsgp, cache, starts_bs, lengths_b)
         return self.out_proj(y_bshp.flatten(2)), cache
