@@ -15,7 +15,10 @@ BACKENDS = [
         pytest.param(name, "aot_eager", id=f"{name}-aot_eager")
         for name in ("mamba2-mlp", "mamba3-mimo", "mamba3-learned", "attention-rope", "attention-window")
     ),
-    *(pytest.param(name, "inductor", marks=INDUCTOR, id=f"{name}-inductor") for name in ("mamba1", "mamba2", "mamba3", "attention")),
+    *(
+        pytest.param(name, "inductor", marks=INDUCTOR, id=f"{name}-inductor")
+        for name in ("mamba1", "mamba2", "mamba3", "attention")
+    ),
 ]
 
 
