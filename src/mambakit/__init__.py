@@ -6,6 +6,9 @@ from mambakit.blocks import caches
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
+from mambakit.blocks.mlp import MLP, MLPConfig
+from mambakit.blocks.moe import MoE, MoEConfig
+from mambakit.blocks.parallel import Parallel, ParallelCache, ParallelConfig
 from mambakit.checkpoints import load_model, save_model
 from mambakit.compat.hf import accelerate
 from mambakit.inference.generation import generate, stream
@@ -42,6 +45,7 @@ Mamba3SsdPath = SsdPath
 __version__ = "0.1.0"
 
 __all__ = [
+    "MLP",
     "BidirectionalConfig",
     "BidirectionalStack",
     "Custom",
@@ -50,6 +54,7 @@ __all__ = [
     "LatentConfig",
     "LatentModel",
     "Layer",
+    "MLPConfig",
     "Mamba1",
     "Mamba1Cache",
     "Mamba1Config",
@@ -64,9 +69,14 @@ __all__ = [
     "Mamba3DoubleSsdInput",
     "Mamba3SingleSsdInput",
     "Mamba3SsdPath",
+    "MoE",
+    "MoEConfig",
     "ModelConfig",
     "MultiGate",
     "MultiGateConfig",
+    "Parallel",
+    "ParallelCache",
+    "ParallelConfig",
     "PrefixCache",
     "SsdPath",
     "Stack",
