@@ -195,7 +195,7 @@ class MoE(Stateless[MoEConfig]):
         config = self.config
         # Pairs of a token and one of its experts, in the order of the experts.
         expert_N = routing.expert_nc.flatten()
-        order_N = expert_N.argsort(stable=True)
+        order_N = expert_N.argsort()
         token_N = order_N // config.top_k
         counts_e = count(expert_N, torch.ones_like(expert_N), config.n_experts)
         hidden = activate(grouped_product(x_nX[token_N], self.experts_in, counts_e), config.gated, config.activation)
