@@ -11,10 +11,15 @@ M3 = {"d_model": 8, "state_rank": 8, "per_head_dim": 4}
 CONFIGS = {
     "mamba1": Mamba1Config(d_model=6, state_rank=3),
     "mamba1-bare": Mamba1Config(d_model=6, state_rank=4, conv_kernel=1, conv_bias=False, bias=True, dt_init="constant"),
+    "mamba1-normed": Mamba1Config(d_model=6, state_rank=3, dt_rank=2, dt_b_c_norm=True),
+    "mamba1-rms": Mamba1Config(d_model=6, state_rank=4, dt_rank=3, dt_b_c_norm=True, dt_b_c_norm_weight=False),
     "mamba2": Mamba2Config(**M2),
     "mamba2-groups": Mamba2Config(**M2, ngroups=2, norm_before_gate=True, bias=True, conv_kernel=2),
     "mamba2-mlp": Mamba2Config(**M2, d_ssm=8, D_has_hdim=True, dt_limit=(0.01, 0.08), conv_bias=False),
     "mamba2-learned": Mamba2Config(**M2, rmsnorm=False, learnable_init_states=True, norm_group_size=4),
+    "mamba2-multipliers": Mamba2Config(
+        **M2, d_inner=12, d_ssm=8, ssm_multipliers=(0.5, 1.25, 0.7, 1.5, 2.0), bias=True
+    ),
     "mamba3": Mamba3Config(**M3),
     "mamba3-mimo": Mamba3Config(**M3, is_mimo=True, mimo_rank=3, ngroups=2, is_outproj_norm=True),
     "mamba3-rank1": Mamba3Config(**M3, is_mimo=True, mimo_rank=1, rope_fraction=1.0, a_activation="softplus"),

@@ -66,9 +66,9 @@ IGNORED_IN = {"mamba1": set(), "mamba2": {"time_step_rank", "time_step_scale", "
 
 IMPLIED: dict[str, Callable[[Any], Any]] = {
     "hidden_act": lambda config: "silu",
-    "intermediate_size": lambda config: config.block.d_inner,
+    "intermediate_size": lambda config: inner_width(config.block),
     # Left over from official files.
-    "d_inner": lambda config: config.block.d_inner,
+    "d_inner": lambda config: inner_width(config.block),
     "d_model": lambda config: config.block.d_model,
     "n_layer": lambda config: config.n_layer,
     "rms_norm": lambda config: True,
@@ -79,6 +79,10 @@ IMPLIED_IN: dict[str, dict[str, Callable[[Any], Any]]] = {
     "mamba1": IMPLIED,
     "mamba2": {**IMPLIED, "num_heads": lambda config: config.block.nheads},
 }
+
+
+def inner_width(block: Any) -> int:
+    return block.inner_width if hasattr(block, "inner_width") else block.d_inner
 
 
 def read(values: dict[str, Any]) -> ModelConfig:
