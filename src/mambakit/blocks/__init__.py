@@ -2,4 +2,7 @@
 
 from mambakit.blocks import mamba1, mamba2, mamba3
 
-__all__ = ["mamba1", "mamba2", "mamba3"]
+# isort: split
+from mambakit.blocks import attention, mlp
+
+__all__ = ["attention", "mamba1", "mamba2", "mamba3", "mlp"]
