@@ -157,6 +157,9 @@ def fill(model: LanguageModel, tensors: Mapping[str, Tensor], device: torch.devi
             vars(full[empty]).update(vars(empty))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, full[empty])
+    for name, empty in list(model.named_buffers()):
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, tensors[name].to(device, empty.dtype, copy=True))
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 

@@ -1,7 +1,7 @@
 """The formats, and what crossing between them may not change."""
 
-import warnings
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -177,9 +177,9 @@ def check_family(config: ModelConfig, name: str, known: Mapping[str, Any]) -> No
     block: Any = config.block
     family = family_of(block)
     if family.name not in known:
-        able = {"official": official.BLOCK, "transformers": transformers.BLOCK, "mambakit": FAMILIES}
+        able = {"mambakit": FAMILIES, "official": official.BLOCK, "transformers": transformers.BLOCK}
         names = [f'"{other}"' for other, families in able.items() if family.name in families]
-        told = f"{' and '.join(sorted(names, key='"mambakit"'.__ne__))} {'has' if len(names) == 1 else 'have'}"
+        told = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
         raise ValueError(f'the format "{name}" has no {family.title}; {told}')
 
 

@@ -44,9 +44,7 @@ def load_model(
         raise ValueError(f"dtype = {dtype} is not one of {', '.join(map(str, DTYPES))}")
     directory = find_directory(path_or_hub_name)
     name, found = read_config(directory / CONFIG)
-    config = with_choices(
-        name, found, a_activation=a_activation, norm_group_size=norm_group_size, dt_limit=dt_limit
-    )
+    config = with_choices(name, found, a_activation=a_activation, norm_group_size=norm_group_size, dt_limit=dt_limit)
     embedding = found.names.embedding
     tensors = with_embedding_called(embedding, read_tensors(directory))
     try:

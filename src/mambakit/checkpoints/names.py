@@ -105,7 +105,7 @@ def _renamed(module: Any, ours: str, theirs: str, table: Table) -> Iterator[Rule
             yield _each(ours + key, theirs, entry.names, len(tensor))
         else:
             rows = list(module.independent_maps[found].values())
-            yield Rule(ours + key, tuple(theirs + one + rest for one in entry), torch.cat, _splitting(rows))
+            yield Rule(ours + key, tuple(theirs + one + rest for one in entry), _joined, _splitting(rows))
 
 
 def same(ours: str, theirs: str) -> Rule:
@@ -117,6 +117,10 @@ def _swapping(axis: int) -> tuple[Callable[[Sequence[Tensor]], Tensor], Callable
         return torch.cat(tensor.chunk(2, axis)[::-1], axis)
 
     return lambda tensors: swap(tensors[0]), lambda tensor: [swap(tensor)]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors))
 
 
 def _splitting(rows: list[int]) -> Callable[[Tensor], Sequence[Tensor]]:

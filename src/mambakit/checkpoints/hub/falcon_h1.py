@@ -126,8 +126,9 @@ class FalconH1(HubConfig):
             out_scale=float(self.attention_out_multiplier),
         )
         act = activation("hidden_act", self.hidden_act)
-        scales = {"gate_scale": gate, "out_scale": down}
-        mlp = MLPConfig(width, self.intermediate_size, activation=act, bias=self.mlp_bias, **scales)
+        mlp = MLPConfig(
+            width, self.intermediate_size, activation=act, bias=self.mlp_bias, gate_scale=gate, out_scale=down
+        )
         return ModelConfig(
             layers=((ParallelConfig(mamba, attention), mlp),) * self.num_hidden_layers,
             vocab_size=self.vocab_size,

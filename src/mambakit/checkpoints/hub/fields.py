@@ -96,7 +96,7 @@ def check_layers(name: str, count: int) -> None:
 
 
 def head_width(d_model: int, heads: int, d_head: int | None = None) -> int:
-    if heads <= 0 or d_model % heads and d_head is None:
+    if heads <= 0 or (d_model % heads and d_head is None):
         raise ValueError(f"hidden_size = {d_model} is not a multiple of num_attention_heads = {heads}")
     return d_model // heads if d_head is None else d_head
 

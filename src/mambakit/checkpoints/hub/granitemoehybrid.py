@@ -14,7 +14,6 @@ from mambakit.checkpoints.hub.fields import (
     MAMBA,
     HubConfig,
     activation,
-    as_limit,
     attention_fields,
     check_layers,
     expect_kinds,

@@ -98,7 +98,12 @@ class NemotronH(HubConfig):
         """For each layer one of the values of `LETTERS`."""
         pattern = self.hybrid_override_pattern
         if self.layers_block_type is not None:
-            names = {**dict.fromkeys(ATTENTION, "attention"), **dict.fromkeys(MAMBA, "mamba"), "mlp": "mlp", "moe": "moe"}
+            names = {
+                **dict.fromkeys(ATTENTION, "attention"),
+                **dict.fromkeys(MAMBA, "mamba"),
+                "mlp": "mlp",
+                "moe": "moe",
+            }
             where, given = "layers_block_type", list(self.layers_block_type)
         elif pattern is not None:
             where, given, names = "hybrid_override_pattern", list(pattern), LETTERS
@@ -111,8 +116,6 @@ class NemotronH(HubConfig):
 
     def config(self) -> ModelConfig:
         kinds, width = self.kinds(), self.hidden_size
-        if self.mlp_bias and "moe" in kinds:
-            raise ValueError("mlp_bias = true is not supported together with experts")
         act = activation("mlp_hidden_act", self.mlp_hidden_act)
         make: dict[str, Any] = {
             "mamba": lambda: Mamba2Config(
@@ -148,6 +151,7 @@ class NemotronH(HubConfig):
                 activation=act,
                 d_shared=self.moe_shared_expert_intermediate_size,
                 d_latent=self.moe_latent_size,
+                bias=self.mlp_bias,
             ),
         }
         made: dict[str, BlockConfig] = {kind: make[kind]() for kind in dict.fromkeys(kinds)}
@@ -187,6 +191,7 @@ class NemotronH(HubConfig):
         if (moe := only(config, MoEConfig)) is not None:
             values |= {
                 "mlp_hidden_act": their_activation(moe.activation),
+                "mlp_bias": moe.bias,
                 "n_routed_experts": moe.n_experts,
                 "moe_intermediate_size": moe.d_hidden,
                 "moe_shared_expert_intermediate_size": moe.d_shared,
