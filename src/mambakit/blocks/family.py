@@ -101,7 +101,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(values: Any, where: str = "block") -> Any:
     """What `to_dict` gave the values of; `where` is what messages call them."""
     if not isinstance(values, dict):
-        raise ValueError(f"{where} is {values!r}, expected an object with the fields of a block")
+        raise ValueError(f"{where} = {values!r} is of the wrong type, expected an object with the fields of a block")
     fields = dict(values)
     family = fields.pop("family", None)
     if family not in FAMILIES:
