@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +16,22 @@ from torch import Tensor, nn
 from blocks import CONFIGS
 from compare import error
 from mambakit import (
+    AttentionConfig,
     LanguageModel,
     Mamba1Config,
     Mamba2Config,
     Mamba3Config,
+    MLPConfig,
     ModelConfig,
     MultiGateConfig,
+    ParallelConfig,
     generate,
     quantize,
     stream,
 )
 from mambakit.blocks import caches
-from mambakit.blocks.mlp import ACTIVATIONS, MLPConfig
+from mambakit.blocks.mlp import ACTIVATIONS
+from mambakit.inference import decoder
 from mambakit.inference.decoder import Decoder, StepByStep, make_decoder, why_not
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.models.schedules import Cyclic
@@ -44,6 +49,7 @@ MODELS = {
     "scaled": {"embedding_scale": 3.0, "logits_scale": 0.4, "residual_scale": 0.7, "d_intermediate": 8},
 }
 M1, M2, M3 = CONFIGS["mamba1"], Mamba2Config(d_model=6, state_rank=4, per_head_dim=4), CONFIGS["mamba3"]
+A = AttentionConfig(6, 4, 2, 5, rope_fraction=0.8)
 MLPS = {
     **{name: MLPConfig(6, 10, activation=name) for name in ACTIVATIONS},
     **{f"{name}-ungated": MLPConfig(6, 11, gated=False, activation=name, bias=True) for name in ACTIVATIONS},
@@ -52,9 +58,22 @@ MLPS = {
 LAYERS = {
     **{f"mlp-{name}": ((M1, mlp),) for name, mlp in MLPS.items()},
     "mlp-first": ((MLPS["silu"],), (MLPS["relu2-ungated"], replace(M1, in_scale=1.2, out_scale=0.5)), (MLPS["gelu"],)),
+    "attention": ((A, MLPS["silu"]), (replace(A, rope_theta=100.0, bias=True), M1)),
+    "attention-window": ((M1, replace(A, window=5)), (replace(A, n_heads=9, n_kv_heads=3, rope_theta=7.0, window=11),)),
+    "attention-wide": ((AttentionConfig(6, 14, 2, 70, key_scale=0.6, rope_theta=1e4, rope_fraction=0.6),),),
+    "parallel": (
+        (ParallelConfig(M2, replace(A, in_scale=0.7, out_scale=1.3), in_scale=0.8, out_scale=0.5), MLPS["silu"]),
+        (ParallelConfig(MLPS["gelu"], M1), ParallelConfig(A, ParallelConfig(MLPS["relu"], M1, out_scale=2.0))),
+        (ParallelConfig(MLPS["gelu"], MLPS["scaled"]),),
+    ),
     "mambas": ((replace(M2, in_scale=0.3), M1, MLPS["scaled"], M2), (M1,)),
 }
 """Hybrids, as the blocks of each layer."""
+LONG = {
+    "all": AttentionConfig(8, 6, 2, 20, rope_theta=50.0),
+    "window": AttentionConfig(8, 5, 1, 33, window=300),
+    "heads": AttentionConfig(8, 3, 3, 64, rope_theta=1e4),
+}
 
 
 def make_model(block: Any, *, bits: int = 32, dtype: torch.dtype = torch.float32, **options: Any) -> LanguageModel:
@@ -88,8 +107,8 @@ def apart(got: Any, want: Any) -> float:
     return max((apart(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
 
 
-def check_steps(model: LanguageModel, rows: int = 3, steps: int = 12) -> None:
-    """Logits and caches token by token, against the same model in float64.
+def check_steps(model: LanguageModel, rows: int = 3, steps: int = 12, lengths: Sequence[int] = (4,)) -> None:
+    """Logits and caches token by token after prompts of some lengths, against the same model in float64.
 
     Some of these models magnify rounding: torch's own float32 step is measured too, and a cache may be off by a few
     times what that is off by.
@@ -97,7 +116,9 @@ def check_steps(model: LanguageModel, rows: int = 3, steps: int = 12) -> None:
     make = torch.Generator().manual_seed(0)
     wide = copy.deepcopy(model).double()
     with torch.no_grad():
-        _, cache = model(torch.randint(VOCABULARY, (rows, 4), generator=make))
+        ids_bs = torch.randint(VOCABULARY, (rows, max(lengths)), generator=make)
+        length_b = torch.tensor((*lengths, *lengths * rows)[:rows])
+        _, cache = model(ids_bs, mask_bs=torch.arange(max(lengths)) < length_b[:, None])
         before = [t.clone() for t in tensors_of(cache)]
         exact: Any = caches.to(cache, dtype=torch.float64)
         entering, decoder = cache, Decoder(model)
@@ -131,13 +152,40 @@ def test_every_layer(name, bits):
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("name", ["mlp-first", "mambas"])
+@pytest.mark.parametrize("name", ["mlp-first", "mambas", "attention", "attention-window", "parallel"])
 def test_every_model_of_layers(name, options):
     check_steps(make_model(LAYERS[name], **{key: option for key, option in options.items() if key != "d_intermediate"}))
 
 
+@pytest.mark.parametrize("name", ["attention-rope", "attention-window", "parallel"])
+def test_rows_of_other_lengths(name, monkeypatch):
+    """Some grow out of the room they had, and none of them at the same time."""
+    monkeypatch.setattr(decoder, "ROOM", 3)
+    check_steps(make_model({**CONFIGS, **LAYERS}[name]), rows=4, steps=140, lengths=(61, 1, 40, 2))
+
+
+@pytest.mark.parametrize("block", LONG.values(), ids=LONG)
+def test_long_contexts(block):
+    """More tokens in sight than one piece has room for."""
+    check_steps(make_model(block), rows=3, steps=3, lengths=(700, 254, 3))
+
+
+def test_a_late_position():
+    """Angles count modulo a turn, however far a token is from the first."""
+    model = make_model(((AttentionConfig(8, 2, rope_theta=1e4, window=3),),))
+    with torch.no_grad():
+        _, cache = model(torch.tensor([[1, 2, 3]]))
+        late = tuple(c._replace(position_b=c.position_b + 3_000_000) for c in cache)
+        fused = Decoder(model)
+        fused.load(late)
+        want, _ = model.double().step(torch.tensor([1]), caches.to(late, dtype=torch.float64))
+    assert error(fused.step(torch.tensor([1])), want) < 1e-5
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 19])
-@pytest.mark.parametrize("name", ["mamba1", "mamba2-mlp", "mamba3-mimo", "mambas"])
+@pytest.mark.parametrize(
+    "name", ["mamba1", "mamba2-mlp", "mamba3-mimo", "mambas", "attention", "attention-window", "parallel"]
+)
 def test_rows_do_not_matter(name, rows):
     """Each row to the last digit as it would be alone."""
     model = make_model({**CONFIGS, **LAYERS}[name], bits=4)
@@ -153,6 +201,10 @@ def test_rows_do_not_matter(name, rows):
 
 def random_block(draw: random.Random) -> Any:
     """Sizes that are multiples of nothing."""
+    if draw.random() < 0.25:
+        kv, group, p = draw.randint(1, 3), draw.randint(1, 9), draw.randint(1, 40)
+        theta = {} if p % 2 else {"rope_theta": 10.0}
+        return AttentionConfig(draw.randint(1, 70), kv * group, kv, p, window=draw.choice([None, 1, 6]), **theta)
     heads, p, groups = draw.choice([2, 4, 6]), draw.choice([1, 3, 7, 20]), draw.choice([1, 2])
     if draw.random() < 0.3:
         return Mamba1Config(d_model=draw.randint(1, 70), state_rank=draw.randint(1, 19), conv_kernel=draw.randint(1, 5))
@@ -181,17 +233,18 @@ def larger_model(name: str) -> LanguageModel:
         "mamba1": Mamba1Config(d_model=256),
         "mamba2": Mamba2Config(d_model=256, state_rank=64, per_head_dim=32),
         "mamba3": Mamba3Config(d_model=256, state_rank=64, per_head_dim=32),
+        "attention": AttentionConfig(256, 8, 2, rope_theta=1e4),
     }
     return make_model(blocks[name], d_intermediate=256)
 
 
 @pytest.mark.parametrize("bits", [32, 4])
-@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "attention"])
 def test_threads_and_repeats_change_nothing(name, bits):
     model = larger_model(name) if bits == 32 else quantize(larger_model(name), bits)
     check_steps(model, rows=2, steps=2)
     with torch.no_grad():
-        _, cache = model(torch.ones(2, 1, dtype=torch.int64))
+        _, cache = model(torch.ones(2, 600 if name == "attention" else 1, dtype=torch.int64))
 
     def run() -> list[Tensor]:
         decoder = Decoder(model)
@@ -212,16 +265,18 @@ def test_every_instruction_set(isa):
     if isa not in library().usable or library().instruction_set == isa:
         pytest.skip(f"this machine has no {isa}, or this is it")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "every_block or odd_sizes or threads"]
+    command += ["-k", "every_block or every_layer or odd_sizes or threads or long_contexts"]
     environment = {**os.environ, "MAMBAKIT_ISA": isa, "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("bits", [32, 4])
-@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "mamba3-mimo"])
+@pytest.mark.parametrize(
+    "name", ["mamba1", "mamba2", "mamba3", "mamba3-mimo", "attention", "attention-window", "parallel"]
+)
 def test_generation_is_the_same(name, bits):
-    model = make_model(CONFIGS[name], bits=bits)
+    model = make_model({**CONFIGS, **LAYERS}[name], bits=bits)
     prompts = [[1, 2, 3], [4], [5, 6]]
     for options in ({"temperature": 0}, {"seed": 3}, {"seed": 1, "stop": [7, 8, [9, 9]]}):
         runs = {b: stream(model, prompts, max_new_tokens=50, backend=b, **options) for b in ("auto", "torch", "cpu")}

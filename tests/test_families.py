@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import mambakit as mk
-from blocks import CONFIGS, FAMILIES, MAKE, MAMBAS, make_block, random_cache, results, tensors_of, tokens
+from blocks import CONFIGS, FAMILIES, MAKE, make_block, random_cache, results, tensors_of, tokens
 from compare import GRADIENT, VALUE, check
 from mambakit.blocks.block import Block
 from mambakit.blocks.config import BlockConfig, check_positive
@@ -204,7 +204,7 @@ class TestRecords:
         with pytest.raises(ValueError, match="block is a dict, expected one of Mamba1Config, Mamba2Config"):
             mk.StackConfig(block={}, n_layer=1)  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("name", MAMBAS)
+    @pytest.mark.parametrize("name", CONFIGS)
     def test_steps_are_told_in_the_words_of_the_kernels(self, name):
         block, family = make_block(name), family_of(CONFIGS[name])
         assert isinstance(family.step, FusedStep)
