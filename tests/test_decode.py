@@ -23,6 +23,7 @@ from mambakit import (
     Mamba3Config,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     MultiGateConfig,
     ParallelConfig,
     generate,
@@ -55,7 +56,16 @@ MLPS = {
     **{f"{name}-ungated": MLPConfig(6, 11, gated=False, activation=name, bias=True) for name in ACTIVATIONS},
     "scaled": MLPConfig(6, 37, bias=True, gate_scale=1.7, in_scale=0.6, out_scale=-1.3),
 }
+EXPERTS = {
+    "softmax": MoEConfig(6, 10, 5, 2),
+    "bare": MoEConfig(6, 9, 7, 3, normalize=False, scale=1.7, gated=False, activation="relu2"),
+    "chosen": MoEConfig(6, 10, 5, 2, "softmax_chosen", d_shared=11, in_scale=0.7, out_scale=1.4),
+    "sigmoid": MoEConfig(6, 10, 8, 3, "sigmoid", scale=2.5, groups=4, top_groups=2, d_shared=5, d_latent=4, bias=True),
+    "single": MoEConfig(6, 4, 3, 1, "sigmoid", normalize=False, groups=3, top_groups=2, activation="gelu"),
+}
 LAYERS = {
+    **{f"moe-{name}": ((M1, experts), (experts,)) for name, experts in EXPERTS.items()},
+    "moe-parallel": ((ParallelConfig(EXPERTS["sigmoid"], M1), ParallelConfig(M2, EXPERTS["chosen"], out_scale=0.6)),),
     **{f"mlp-{name}": ((M1, mlp),) for name, mlp in MLPS.items()},
     "mlp-first": ((MLPS["silu"],), (MLPS["relu2-ungated"], replace(M1, in_scale=1.2, out_scale=0.5)), (MLPS["gelu"],)),
     "attention": ((A, MLPS["silu"]), (replace(A, rope_theta=100.0, bias=True), M1)),
@@ -84,6 +94,9 @@ def make_model(block: Any, *, bits: int = 32, dtype: torch.dtype = torch.float32
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer += 0.3 * torch.randn_like(buffer)
     return model if bits == 32 else quantize(model, bits)
 
 
@@ -152,7 +165,7 @@ def test_every_layer(name, bits):
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("name", ["mlp-first", "mambas", "attention", "attention-window", "parallel"])
+@pytest.mark.parametrize("name", ["mlp-first", "mambas", "attention", "attention-window", "parallel", "moe-parallel"])
 def test_every_model_of_layers(name, options):
     check_steps(make_model(LAYERS[name], **{key: option for key, option in options.items() if key != "d_intermediate"}))
 

@@ -172,25 +172,29 @@ def unfolded(spot: Spot) -> Iterator[Spot]:
     """`spot`, or those of the blocks inside of its block."""
     config = spot.block.config
     spot = spot._replace(in_scale=spot.in_scale * config.in_scale, scale=spot.scale * config.out_scale)
-    inside = step_of(spot.block).inside(spot.block)
-    if not inside:
-        yield spot
-    for place, block in enumerate(inside):
-        yield from unfolded(spot._replace(block=block, beside=spot.beside or place > 0))
+    for place, block in enumerate(step_of(spot.block).inside(spot.block)):
+        one = spot._replace(block=block, beside=spot.beside or place > 0)
+        if block is spot.block:
+            yield one
+        else:
+            yield from unfolded(one)
 
 
 def unfolded_cache(block: Block, cache: Any) -> list[Any]:
     """The caches of what `unfolded` finds."""
     inside = step_of(block).inside(block)
-    if not inside:
-        return [cache]
+    if inside[0] is block:
+        return [cache, *(NoCache() for _ in inside[1:])]
     return [found for one, own in zip(inside, cache, strict=True) for found in unfolded_cache(one, own)]
 
 
 def folded(block: Block, caches: Iterator[Any]) -> Any:
     """The cache that `unfolded_cache` takes apart, of the next ones."""
     inside = step_of(block).inside(block)
-    return block.cache_class(*(folded(one, caches) for one in inside)) if inside else next(caches)
+    if inside[0] is block:
+        own, *_ = [next(caches) for _ in inside]
+        return own
+    return block.cache_class(*(folded(one, caches) for one in inside))
 
 
 def with_slots(block: Block, cache: Any, tokens: int) -> Any:
@@ -239,12 +243,19 @@ def packed_part(spot: Spot) -> decode.Part:
         kind=family_of(block).name,
         fields=step.fields(block),
         prepared=lambda: step.prepared(kept),
-        projections={name: getattr(block, name).stored() for name in step.projections},
+        projections={name: stored(getattr(block, name, None)) for name in step.projections},
         carried=[*step.places.values(), *(["slots"] if step.slots is not None else [])],
         norm=packed_norm(spot.norm)._replace(scale=spot.in_scale),
         scale=spot.scale,
         beside=spot.beside,
     )
+
+
+def stored(matrix: Any) -> few_rows.Weights | None:
+    """Of a projection, or of several in one parameter, one after the other."""
+    if isinstance(matrix, Tensor):
+        return few_rows.Weights(few_rows.FLOAT32, matrix.shape[-1], matrix.flatten(0, -2))
+    return None if matrix is None else matrix.stored()
 
 
 def packed_norm(norm: Any) -> decode.Norm:
@@ -285,18 +296,16 @@ def why_not(model: nn.Module) -> str | None:
         return "it has MultiGate residuals"
     if backbone.config.ignore_first_residual or backbone.config.ignore_last_residual:
         return "it leaves out a residual"
-    for name, tensor in model.named_parameters():
-        if tensor.dtype != torch.float32 or not few_rows.is_plain(tensor):
-            return f"{name} is {tensor.dtype} on {tensor.device}, expected contiguous float32 on the CPU"
     if all(block.cache_class is NoCache for layer in backbone.layers for _, block in layer.parts):  # type: ignore[union-attr]
         return "its blocks carry nothing from token to token"
-    return why_not_sizes(model)
+    return why_not_tensors(model)
 
 
 def why_not_module(module: nn.Module) -> str | None:
     # Of these very classes: a derived one may compute something else.
-    fused = (family.block for family in FAMILIES.values() if family.step is not None)
-    if type(module) not in (*MODULES, *fused):
+    fused = [family for family in FAMILIES.values() if family.step is not None]
+    known = (kind for family in fused for kind in (family.block, *(family.step.modules if family.step else ())))
+    if type(module) not in (*MODULES, *known):
         return f"is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has hooks"
@@ -315,8 +324,8 @@ def why_not_module(module: nn.Module) -> str | None:
     return None
 
 
-def why_not_sizes(model: LanguageModel) -> str | None:
-    """The first parameter whose shape is not what the configs say: the kernels trust them."""
+def why_not_tensors(model: LanguageModel) -> str | None:
+    """The first parameter that is not as the configs say: the kernels trust them."""
     width, backbone = model.config.d_model, model.backbone
     embedding = backbone.embedding
     wanted: dict[str, tuple[int, ...]] = {"backbone.embedding.weight": (embedding.num_embeddings, width)}
@@ -337,15 +346,17 @@ def why_not_sizes(model: LanguageModel) -> str | None:
             stored = module.stored()
             found = (stored.weight.shape[0], stored.columns)
         else:
-            parameter = getattr(module, own, None)
-            found = "missing" if parameter is None else tuple(parameter.shape)
+            tensor = getattr(module, own, None)
+            found = "missing" if tensor is None else tuple(tensor.shape)
+            if tensor is not None and (tensor.dtype != torch.float32 or not few_rows.is_plain(tensor)):
+                found = f"{tensor.dtype} on {tensor.device}"
         if found != shape:
-            return f"{name} is {found}, expected {shape}"
+            return f"{name} is {found}, expected {shape}, contiguous float32 on the CPU"
     return None
 
 
 @lru_cache(maxsize=256)
 def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of a block."""
+    """Of a block's parameters and buffers."""
     block = family_of(config).block(config, device="meta")
-    return {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in (*block.named_parameters(), *block.named_buffers())}

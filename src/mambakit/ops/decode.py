@@ -32,7 +32,7 @@ class Part(NamedTuple):
     """What the kernels read beside the token, the projections and the states, by name."""
     prepared: Callable[[], Mapping[str, Tensor]]
     """More of it, computed from parameters, which it does not follow: asked for anew with every load."""
-    projections: Mapping[str, Weights]
+    projections: Mapping[str, Weights | None]
     carried: Sequence[str]
     """The names of its states."""
     norm: Norm

@@ -19,6 +19,7 @@ from mambakit.kernels.cpu.structs import (
     Mamba2Part,
     Mamba3Part,
     MlpPart,
+    MoePart,
     Norm,
 )
 from mambakit.ops import decode
@@ -30,10 +31,13 @@ PARTS: dict[str, tuple[int, type[Any]]] = {
     "mamba3": (3, Mamba3Part),
     "mlp": (4, MlpPart),
     "attention": (5, AttentionPart),
+    "moe": (6, MoePart),
 }
 """The kinds of parts, each with its number and struct in decode.h."""
-WORDS = {word: number for number, word in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2"))}
-"""The numbers of activations in part_mlp.h."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ROUTERS = ("softmax", "softmax_chosen", "sigmoid")
+WORDS = {word: number for words in (ACTIVATIONS, ROUTERS) for number, word in enumerate(words)}
+"""The numbers of part_mlp.h and part_moe.h."""
 
 
 class Decoding:
@@ -85,7 +89,8 @@ class Decoding:
         self._held += [value.detach() for value in part.fields.values() if isinstance(value, Tensor)]
         fill(block, part.fields)
         for name, weights in part.projections.items():
-            setattr(block, name, self._pack_matrix(weights))
+            if weights is not None:
+                setattr(block, name, self._pack_matrix(weights))
         self._blocks.append(block)
         return DecodePart(
             kind=number,

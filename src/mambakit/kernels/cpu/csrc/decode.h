@@ -7,6 +7,7 @@
 #include "part_attention.h"
 #include "part_mamba.h"
 #include "part_mlp.h"
+#include "part_moe.h"
 
 namespace MK_ISA {
 
@@ -47,6 +48,7 @@ static void run_part(const DecodePart& part, int64_t batch, const float* input, 
     if (part.kind == 3) run_part(*(const Mamba3Part*)part.block, x);
     if (part.kind == 4) run_part(*(const MlpPart*)part.block, x);
     if (part.kind == 5) run_part(*(const AttentionPart*)part.block, x);
+    if (part.kind == 6) run_part(*(const MoePart*)part.block, x);
 }
 
 static void decode(const Decode& call) {

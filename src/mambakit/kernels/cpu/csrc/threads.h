@@ -75,6 +75,9 @@ enum Slot {
     DECODE_INNER,
     DECODE_SMALL,
     DECODE_DT,
+    DECODE_CHOICES,
+    DECODE_NORMED,
+    DECODE_GATHERED,
 };
 
 // At least `floats` floats on a 64-byte boundary, not cleared, valid until this thread's next call of the same `slot`.
