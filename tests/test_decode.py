@@ -79,6 +79,7 @@ LAYERS = {
     "mambas": ((replace(M2, in_scale=0.3), M1, MLPS["scaled"], M2), (M1,)),
 }
 """Hybrids, as the blocks of each layer."""
+BLOCKS = {**CONFIGS, **LAYERS}
 LONG = {
     "all": AttentionConfig(8, 6, 2, 20, rope_theta=50.0),
     "window": AttentionConfig(8, 5, 1, 33, window=300),
@@ -174,7 +175,7 @@ def test_every_model_of_layers(name, options):
 def test_rows_of_other_lengths(name, monkeypatch):
     """Some grow out of the room they had, and none of them at the same time."""
     monkeypatch.setattr(decoder, "ROOM", 3)
-    check_steps(make_model({**CONFIGS, **LAYERS}[name]), rows=4, steps=140, lengths=(61, 1, 40, 2))
+    check_steps(make_model(BLOCKS[name]), rows=4, steps=140, lengths=(61, 1, 40, 2))
 
 
 @pytest.mark.parametrize("block", LONG.values(), ids=LONG)
@@ -201,7 +202,7 @@ def test_a_late_position():
 )
 def test_rows_do_not_matter(name, rows):
     """Each row to the last digit as it would be alone."""
-    model = make_model({**CONFIGS, **LAYERS}[name], bits=4)
+    model = make_model(BLOCKS[name], bits=4)
     with torch.no_grad():
         ids_b, (_, cache) = torch.randint(VOCABULARY, (rows,)), model(torch.randint(VOCABULARY, (rows, 3)))
         together, alone = Decoder(model), Decoder(model)
@@ -289,7 +290,7 @@ def test_every_instruction_set(isa):
     "name", ["mamba1", "mamba2", "mamba3", "mamba3-mimo", "attention", "attention-window", "parallel"]
 )
 def test_generation_is_the_same(name, bits):
-    model = make_model({**CONFIGS, **LAYERS}[name], bits=bits)
+    model = make_model(BLOCKS[name], bits=bits)
     prompts = [[1, 2, 3], [4], [5, 6]]
     for options in ({"temperature": 0}, {"seed": 3}, {"seed": 1, "stop": [7, 8, [9, 9]]}):
         runs = {b: stream(model, prompts, max_new_tokens=50, backend=b, **options) for b in ("auto", "torch", "cpu")}
@@ -312,9 +313,9 @@ def test_weights_are_read_anew_by_every_generation():
     assert torch.equal(again, generate(model, [1, 2], max_new_tokens=20, temperature=0, backend="torch"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mambas", "parallel", "moe-sigmoid"])
 def test_training_shows_after_the_next_load(name):
-    model, ids_b = make_model(CONFIGS[name]), torch.tensor([1, 2])
+    model, ids_b = make_model(BLOCKS[name]), torch.tensor([1, 2])
     decoder = Decoder(model)
     decoder.load(model.fresh_cache(2))
     before = decoder.step(ids_b)
@@ -334,10 +335,10 @@ def test_training_shows_after_the_next_load(name):
     assert error(before, want) > 1e-2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mambas", "parallel", "moe-sigmoid"])
 def test_memory_outlives_the_parameter(name):
     """Weights that are replaced do not show, none of them: a part of them would make a model that nobody trained."""
-    model, ids_b = make_model(CONFIGS[name]), torch.tensor([1])
+    model, ids_b = make_model(BLOCKS[name]), torch.tensor([1])
     with torch.no_grad():
         _, cache = model(torch.tensor([[3, 4]]))
     decoder = Decoder(model)

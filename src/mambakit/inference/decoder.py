@@ -5,9 +5,9 @@ stands in a model's way; such a model is stepped module by module.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
 MODULES += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
 CALLED = ("forward", "step", "embed", "logits", "run", "scaled", "apart", "together")
+SHAPES: "WeakKeyDictionary[LanguageModel, tuple[Any, dict[str, tuple[int, ...]]]]" = WeakKeyDictionary()
 ROOM = 256
 """Tokens for which there is room, at least, when a cache that grows is copied."""
 
@@ -285,8 +286,9 @@ def why_not(model: nn.Module) -> str | None:
         return "there are hooks on all modules"
     if type(model) is not LanguageModel:
         return f"it is a {type(model).__name__}"
+    kinds = known_modules()
     for name, module in model.named_modules():
-        reason = why_not_module(module)
+        reason = why_not_module(module, kinds)
         if reason is not None:
             return f"{name or 'the model'} {reason}"
     backbone = model.backbone
@@ -301,11 +303,14 @@ def why_not(model: nn.Module) -> str | None:
     return why_not_tensors(model)
 
 
-def why_not_module(module: nn.Module) -> str | None:
-    # Of these very classes: a derived one may compute something else.
-    fused = [family for family in FAMILIES.values() if family.step is not None]
-    known = (kind for family in fused for kind in (family.block, *(family.step.modules if family.step else ())))
-    if type(module) not in (*MODULES, *known):
+def known_modules() -> set[type]:
+    """Of these very classes: a derived one may compute something else."""
+    fused = [(family.block, family.step) for family in FAMILIES.values() if family.step is not None]
+    return {*MODULES, *(kind for block, step in fused for kind in (block, *step.modules))}
+
+
+def why_not_module(module: nn.Module, kinds: set[type]) -> str | None:
+    if type(module) not in kinds:
         return f"is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has hooks"
@@ -325,38 +330,37 @@ def why_not_module(module: nn.Module) -> str | None:
 
 
 def why_not_tensors(model: LanguageModel) -> str | None:
-    """The first parameter that is not as the configs say: the kernels trust them."""
-    width, backbone = model.config.d_model, model.backbone
-    embedding = backbone.embedding
-    wanted: dict[str, tuple[int, ...]] = {"backbone.embedding.weight": (embedding.num_embeddings, width)}
-    wanted["lm_head.weight"] = (model.lm_head.out_features, width)
-    norms = {"backbone.norm_f": backbone.norm_f}
-    for real, layer in enumerate(backbone.layers):
-        for norm, block in layer.names:  # type: ignore[union-attr]
-            prefix = f"backbone.layers.{real}."
-            norms[prefix + norm] = getattr(layer, norm)
-            shapes = shapes_of(getattr(layer, block).config)
-            wanted.update({f"{prefix}{block}.{name}": shape for name, shape in shapes.items()})
-    for name, norm in norms.items():
-        wanted.update({f"{name}.{own}": (width,) for own in norm._parameters if getattr(norm, own) is not None})
-    for name, shape in wanted.items():
-        owner, _, own = name.rpartition(".")
-        module: Any = model.get_submodule(owner)
-        if own == "weight" and isinstance(module, PROJECTIONS) and not isinstance(module, Linear):
-            stored = module.stored()
-            found = (stored.weight.shape[0], stored.columns)
+    """The first tensor that is not as the config says: the kernels trust it."""
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
+    for name, shape in shapes_of(model).items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            found: Any = stored_shape(model, name)
+        elif tensor.dtype == torch.float32 and few_rows.is_plain(tensor):
+            found = tuple(tensor.shape)
         else:
-            tensor = getattr(module, own, None)
-            found = "missing" if tensor is None else tuple(tensor.shape)
-            if tensor is not None and (tensor.dtype != torch.float32 or not few_rows.is_plain(tensor)):
-                found = f"{tensor.dtype} on {tensor.device}"
+            found = f"{tensor.dtype} on {tensor.device}"
         if found != shape:
             return f"{name} is {found}, expected {shape}, contiguous float32 on the CPU"
     return None
 
 
-@lru_cache(maxsize=256)
-def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
-    """Of a block's parameters and buffers."""
-    block = family_of(config).block(config, device="meta")
-    return {name: tuple(tensor.shape) for name, tensor in (*block.named_parameters(), *block.named_buffers())}
+def stored_shape(model: LanguageModel, name: str) -> tuple[int, int] | str:
+    """Of the quantized weight of that name, if it is one."""
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if own != "weight" or not isinstance(module, PROJECTIONS):
+        return "missing"
+    stored = module.stored()
+    return stored.weight.shape[0], stored.columns
+
+
+def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    """What the config says of a model's parameters and buffers; remembered, as making them takes as long as many tokens."""
+    config, shapes = SHAPES.get(model, (None, {}))
+    if config is not model.config:
+        made = LanguageModel(model.config, device="meta")
+        named = (*made.named_parameters(remove_duplicate=False), *made.named_buffers())
+        shapes = {name: tuple(tensor.shape) for name, tensor in named}
+        SHAPES[model] = (model.config, shapes)
+    return shapes
