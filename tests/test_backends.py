@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import mambakit as mk
 from calls import OPERATIONS as CALLS
-from calls import Wrapped, names_of, tensors_of
+from calls import Wrapped, names_of, negative_view, tensors_of
 from compare import check
 from mambakit.cli.main import main
 from mambakit.ops.backends import BACKENDS, Backend, asked, register_backend, use_backend
@@ -129,7 +129,7 @@ def test_no_kernel_misses_a_sign(operation):
     plain = tensors_of(operation)
     for name, tensor in plain.items():
         if tensor.is_floating_point():
-            negative = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+            negative = negative_view(tensor)
             assert negative.is_neg()
             check(1e-5, outputs(CALLS[operation](**{**plain, name: negative})), outputs(CALLS[operation](**plain)))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.param_groups import param_groups
+from mambakit.ops.shapes import check_readable, check_tensors
 from mambakit.ops.ssd_path import SsdPath
 
 Config = TypeVar("Config", bound=BlockConfig)
@@ -131,7 +132,7 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
                 cache = restart(self, cache, leaving)
             return layout.scatter(y_rld, b, s), cache
         except RuntimeError as error:
-            blame_dtype(self, "x_bsd", x_bsd, error)
+            blame_input(self, "x_bsd", x_bsd, error)
             raise
 
     def step(self, x_bd: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
@@ -246,21 +247,26 @@ def check_floating(module: nn.Module, name: str, x: Tensor) -> None:
         raise ValueError(wrong_dtype(module, name, x))
 
 
-def blame_dtype(module: nn.Module, name: str, x: Tensor, error: RuntimeError) -> None:
-    """Raise `ValueError` in the place of torch's complaint that `x` and the projections differ in dtype.
+def blame_input(module: nn.Module, name: str, x: Tensor, error: RuntimeError) -> None:
+    """Raise `ValueError` in the place of torch's complaint that `x` and the projections differ in dtype or device.
 
-    Afterwards and not at the door: adapters, quantized projections and autocast take more dtypes than weights tell.
+    Afterwards and not at the door: adapters, quantized projections and autocast take more than the weights tell.
     """
-    if "dtype" in str(error) and x.dtype != projection_dtype(module):
+    weight = projection(module)
+    if "dtype" in str(error) and x.dtype != weight.dtype:
         raise ValueError(wrong_dtype(module, name, x)) from error
+    if ("device" in str(error) or "meta" in str(error)) and x.device != weight.device:
+        raise ValueError(f"{name} is on {x.device}, expected {weight.device}, where the projections are") from error
 
 
 def wrong_dtype(module: nn.Module, name: str, x: Tensor) -> str:
-    return f"{name} is {x.dtype}, expected {projection_dtype(module)}, as the projections are; cast one of them"
+    return f"{name} is {x.dtype}, expected {projection(module).dtype}, as the projections are; cast one of them"
 
 
-def projection_dtype(module: nn.Module) -> torch.dtype:
-    return next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
+def projection(module: nn.Module) -> Tensor:
+    """The weight of one."""
+    linear = (m.weight for m in module.modules() if isinstance(m, nn.Linear))
+    return next(linear, next(module.parameters(), torch.empty(0)))
 
 
 def check_token(block: Any, x_bd: Tensor) -> None:
@@ -276,6 +282,9 @@ def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
         raise ValueError(f"{type(block).__name__} needs a {kind.__name__}, got {given}; fresh_cache() makes one")
     for name, shape in block.cache_shapes(rows).items():
         tensor = getattr(cache, name)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"cache.{name} is {given}, expected a floating-point tensor")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {shape} for {rows} rows")
         if tensor.device != device:
@@ -285,6 +294,7 @@ def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
 
 
 def check_flags(name: str, flags_bs: Tensor, x_bsd: Tensor) -> None:
+    check_tensors({name: flags_bs})
     if tuple(flags_bs.shape) != tuple(x_bsd.shape[:2]):
         raise ValueError(f"{name} has shape {tuple(flags_bs.shape)}, expected {tuple(x_bsd.shape[:2])} as x_bsd has")
     if flags_bs.is_floating_point() or flags_bs.is_complex():
@@ -297,6 +307,7 @@ def check_packing(cu_seqlens: Tensor, x_bsd: Tensor) -> int:
     """The number of packed sequences."""
     if x_bsd.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs sequences into a batch of one, got a batch of {x_bsd.shape[0]}")
+    check_readable("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
         raise ValueError(
             "cu_seqlens has to be a vector of integers such as [0, 3, 7], "

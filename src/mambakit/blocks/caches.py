@@ -19,6 +19,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from mambakit.blocks.family import FAMILIES
+from mambakit.ops.shapes import check_readable
 
 Cache = TypeVar("Cache")
 Kind = TypeVar("Kind", bound=type)
@@ -65,13 +66,16 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
 
 def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
     """The batch rows `index_b`, in that order; a row may come more than once."""
-    index_b = torch.as_tensor(index_b)
+    wanted = "index_b has to be a list or vector of row numbers"
+    try:
+        index_b = index_b if isinstance(index_b, Tensor) else torch.as_tensor(index_b)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{wanted}, got {index_b!r}") from error
+    check_readable("index_b", index_b)
     if index_b.numel() == 0:
         index_b = index_b.long()
     if index_b.dim() != 1 or index_b.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"index_b has to be a list or vector of row numbers, got {index_b.dtype} of shape {tuple(index_b.shape)}"
-        )
+        raise ValueError(f"{wanted}, got {index_b.dtype} of shape {tuple(index_b.shape)}")
     rows = index_b.tolist()
 
     def take(where: str, tensor: Tensor) -> Tensor:

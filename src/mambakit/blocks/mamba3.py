@@ -255,7 +255,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         try:
             token = self.describe(self.in_proj(x_bd[:, None]), None)
         except RuntimeError as error:
-            rows.blame_dtype(self, "x_bsd", x_bd, error)
+            rows.blame_input(self, "x_bsd", x_bd, error)
             raise
         v_bsmhp = self.per_rank(token.x_bshp)
         wide_b, wide_c = (t.to(token.dt_bsh.dtype) for t in self.per_head(token))

@@ -12,6 +12,7 @@ from mambakit.blocks.config import check_positive
 from mambakit.blocks.modules import Linear
 from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackCache, StackConfig
+from mambakit.ops.shapes import check_device
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -88,6 +89,9 @@ class LanguageModel(nn.Module):
         return logits_bsw[:, 0], after
 
     def embed(self, ids: Tensor) -> Tensor:
+        if ids.is_meta:
+            # torch would return what happens to be in memory.
+            check_device("ids_bs", ids, embedding=self.backbone.embedding.weight)
         try:
             return self.backbone.embedding(ids)
         except (IndexError, RuntimeError) as error:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mambakit.blocks.block import Options, blame_dtype, check_flags, check_floating
+from mambakit.blocks.block import Options, blame_input, check_flags, check_floating
 from mambakit.blocks.config import check_positive
 from mambakit.models.class_tokens import (
     ClassCache,
@@ -120,7 +120,7 @@ class LatentModel(nn.Module):
         try:
             return self.in_proj(x)
         except RuntimeError as error:
-            blame_dtype(self, "x", x, error)
+            blame_input(self, "x", x, error)
             raise
 
     def out(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+_NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)
 
 
 class Sizes:
@@ -33,7 +34,7 @@ def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None)
     check_tensors(required)
     sizes: dict[str, int] = {}
     seen_in: dict[str, str] = {}
-    first: tuple[str, torch.device] | None = None
+    first: dict[str, Tensor] | None = None
     for name, tensor in (*required.items(), *optional.items()):
         if tensor is None:
             continue
@@ -50,10 +51,19 @@ def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None)
             elif sizes[axis] != size:
                 raise ValueError(f"axis '{axis}' is {size} in {name} but {sizes[axis]} in {seen_in[axis]}")
         if first is None:
-            first = (name, tensor.device)
-        elif tensor.device != first[1]:
-            raise ValueError(f"{name} is on {tensor.device} but {first[0]} on {first[1]}; move them to one device")
+            first = {name: tensor}
+        else:
+            check_device(name, tensor, **first)
     return Sizes(sizes)
+
+
+def check_device(name: str, tensor: Tensor, **first: Tensor) -> None:
+    """That a tensor is where the first one is."""
+    for first_name, other in first.items():
+        if tensor.device != other.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} but {first_name} on {other.device}; move them to one device"
+            )
 
 
 def check_tensors(named: Mapping[str, Any]) -> None:
@@ -108,6 +118,16 @@ def check_integers(name: str, tensor: Tensor, what: str = "integers") -> None:
 def has_numbers(tensor: Tensor) -> bool:
     """Whether a check can look at them: not while a compiler traces, nor in a tensor that is only a shape."""
     return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def check_readable(name: str, tensor: Tensor) -> None:
+    """That the numbers of a tensor can be had as a list."""
+    check_tensors({name: tensor})
+    if torch.compiler.is_compiling():
+        return
+    if tensor.is_meta or getattr(type(tensor), "__torch_dispatch__", None) is not _NO_DISPATCH:
+        given = f"a {type(tensor).__name__} on {tensor.device}"
+        raise ValueError(f"{name} is {given}, expected a plain tensor with numbers")
 
 
 def check_segments(segments_bs: Tensor) -> None:
