@@ -12,6 +12,7 @@ BIN := .venv/bin
 endif
 PY := $(BIN)/python
 CSRC := src/mambakit/kernels/cpu/csrc
+SEED ?= 0
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
@@ -67,8 +68,9 @@ build/sanitized/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 -g -fno-omit-frame-pointer $(SANITIZE) -fPIC -fvisibility=hidden -c $< -o $@
 
-# Each kernel on 2,000 random shapes instead of 200.
+# Each kernel on 2,000 random shapes instead of 200, and 10,000 calls of everything, right ones and wrong ones.
 fuzz: .venv/.ok kernels
+	$(PY) tests/fuzz_calls.py --calls 10000 --seed $(SEED)
 	MAMBAKIT_FUZZ=2000 $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py
 
 bench: .venv/.ok
