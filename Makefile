@@ -16,7 +16,7 @@ SEED ?= 0
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test quick check lint format bench kernels headers sanitize fuzz clean
+.PHONY: demo test quick check lint format bench kernels headers sanitize fuzz mutations torture clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -72,6 +72,19 @@ build/sanitized/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h)
 fuzz: .venv/.ok kernels
 	$(PY) tests/fuzz_calls.py --calls 10000 --seed $(SEED)
 	MAMBAKIT_FUZZ=2000 $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py
+
+# Damaged and hostile checkpoints: 5,000 instead of 400, others with MUTATIONS_FROM=N.
+MUTATIONS ?= 5000
+MUTATIONS_FROM ?= 0
+mutations: .venv/.ok kernels
+	MAMBAKIT_MUTATIONS=$(MUTATIONS) MAMBAKIT_MUTATIONS_FROM=$(MUTATIONS_FROM) $(PY) -m pytest -n 0 tests/test_mutations.py
+
+# Training runs killed at random moments, on full disks and two at a time; each end has to be that of an untouched run.
+KILLS ?= 1000
+SEED ?= 0
+torture: .venv/.ok kernels
+	rm -rf build/torture
+	PYTHONPATH=tests $(PY) tests/torture.py build/torture $(KILLS) $(SEED)
 
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd

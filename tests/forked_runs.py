@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any
@@ -24,6 +25,7 @@ from blocks import FAMILIES, make_block, tensors_of, tokens
 from compare import check
 from mambakit import generate
 from mambakit.text.tokens import Bytes
+from mambakit.training.objective import Objective
 from mambakit.training.processes import Ranks, whole
 from mambakit.training.run import train
 from trainer_cases import Silent, losses, make_model, make_trainer
@@ -55,14 +57,16 @@ def run(folder: Path, **changed) -> None:
     train(make_trainer(**changed), folder, Bytes(), Silent())
 
 
-def kill_after(seconds: float) -> None:
-    """kill -9 of this process when it has computed for so long, wherever it is then."""
+def end_after(seconds: float, signals: Sequence[int]) -> None:
+    """Signals to this process, one after the other, when it has computed for so long, wherever it is then."""
 
     def wait() -> None:
         end = time.process_time() + seconds
         while time.process_time() < end:
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGKILL)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.001)
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -75,7 +79,7 @@ def kills(folder: Path) -> None:
     draw, killed, runs = random.Random(0), 0, 0
 
     def until_killed(seconds: float, where: Path) -> None:
-        kill_after(seconds)
+        end_after(seconds, [signal.SIGKILL])
         run(where, **KILLED)
 
     while killed < KILLS:
@@ -135,6 +139,41 @@ def ranks(folder: Path) -> None:
     resumed(folder / "2-fsdp-muon", folder / "2-fsdp-then-2-ddp-muon", "ddp", 2, **muon)
 
 
+def bad_steps(_: Path) -> None:
+    """Gradients of one rank that are no numbers stop both, or are skipped by both."""
+    for parallel in ("ddp", "fsdp"):
+        for optimizer in ("adamw", "muon"):
+            on_ranks(parallel, 2, lambda ranks, optimizer=optimizer: spoil_one(ranks, optimizer))
+            print(f"{parallel} {optimizer}: both ranks agree", flush=True)
+
+
+def spoil_one(ranks: Ranks, optimizer: str) -> None:
+    trainer = make_trainer(ranks, optimizer=optimizer)
+    forward = Objective.forward
+
+    def spoiled(self, *args, **options):
+        loss, cache = forward(self, *args, **options)
+        # The root of zero has no derivative.
+        return (loss + (0 * loss).sqrt() if ranks.rank == 1 and trainer.step == 1 else loss), cache
+
+    Objective.forward = spoiled
+    trainer.advance()
+    before = {name: weight.clone() for name, weight in trainer.weights().items()}
+    message = ""
+    try:
+        trainer.advance()
+    except ValueError as error:
+        message = str(error)
+    assert "the norm of the gradient is nan at step 2 (no finite gradient of backbone" in message, message
+    assert ranks.gather(message) == [message] * 2
+    trainer.settings = replace(trainer.settings, skip_bad_steps=1)
+    assert trainer.advance().skipped
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    check(0.0, trainer.weights(), before)
+    assert trainer.advance().skipped is None
+    assert ranks.gather(trainer.saved().step) == [3, 3]
+
+
 def shards(_: Path) -> None:
     """Blocks with a share of each parameter on each of two ranks against whole ones; each rank has rows of its own."""
     on_ranks("fsdp", 2, compare_shards)
@@ -178,4 +217,4 @@ def compare_shards(ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"kills": kills, "ranks": ranks, "shards": shards}[sys.argv[1]](Path(sys.argv[2]))
+    {"kills": kills, "ranks": ranks, "shards": shards, "bad_steps": bad_steps}[sys.argv[1]](Path(sys.argv[2]))

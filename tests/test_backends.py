@@ -1,9 +1,12 @@
 """One chooser: what is asked for runs or raises, by call, by thread and by model; a backend is a registration."""
 
 import json
+import os
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,6 +248,9 @@ def test_checkpointed_layers_are_computed_again_as_they_were():
 # How far it is.
 
 
+PACKAGE = str(Path(mk.__file__).parent) + os.sep
+
+
 class Depth:
     """Frames of mambakit on the stack, at most, when one of `targets` is called."""
 
@@ -252,16 +258,18 @@ class Depth:
         self.targets, self.stacks = targets, []
 
     def __call__(self, frame, event, arg) -> None:
-        if event != "call":
+        if event != "call" or self.name(frame) not in self.targets:
             return
-        here = (frame.f_code.co_filename.rpartition("mambakit/")[2], frame.f_code.co_name)
-        if here in self.targets:
-            names = []
-            while frame is not None:
-                if "mambakit/src/" in frame.f_code.co_filename or "/mambakit/" in frame.f_code.co_filename:
-                    names.append((frame.f_code.co_filename.rpartition("mambakit/")[2], frame.f_code.co_name))
-                frame = frame.f_back
-            self.stacks.append(names[::-1])
+        names = []
+        while frame is not None:
+            names.append(self.name(frame))
+            frame = frame.f_back
+        self.stacks.append([name for name in reversed(names) if name is not None])
+
+    def name(self, frame) -> tuple[str, str] | None:
+        """File and function of a call of ours."""
+        file = frame.f_code.co_filename
+        return (file.removeprefix(PACKAGE), frame.f_code.co_name) if file.startswith(PACKAGE) else None
 
 
 def stacks_of(depth: Depth, call) -> list[list[tuple[str, str]]]:
@@ -298,6 +306,20 @@ def test_a_decoded_token_is_at_most_six_calls_deep(name):
     for stack in stacks:
         ours = stack[stack.index(("inference/generation.py", "__next__")) :]
         assert len(ours) + 1 <= 6, ours  # and the call of the library
+
+
+def test_the_documented_walks_are_what_runs():
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks: list[list[tuple[str, str]]] = []
+    for number, file, function in re.findall(r"^(\d)\. `([\w/]+\.py):(\w+)`$", page, re.MULTILINE):
+        walks += [[]] if number == "1" else []
+        walks[-1].append((file, function))
+    forward, token = walks
+    model, ids = make_model("mamba2"), torch.arange(12).view(2, 6)
+    assert forward in stacks_of(Depth(forward[-1]), lambda: model(ids))
+    stream = mk.stream(model, ids[:1], max_new_tokens=8)
+    next(stream)
+    assert token in stacks_of(Depth(token[-1]), lambda: next(stream))
 
 
 # A backend as a registration.

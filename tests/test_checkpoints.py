@@ -33,7 +33,7 @@ BLOCKS = {
     "mamba3-options": Mamba3Config(**HEADS, is_mimo=True, mimo_rank=2, is_outproj_norm=True, rope_fraction=1.0),
 }
 OURS_ALONE = {
-    "mamba2-states": Mamba2Config(**HEADS, learnable_init_states=True),
+    "mamba2-states": Mamba2Config(**HEADS, learnable_init_states=True, norm_eps=0.02),
     "mamba3-quaternion": Mamba3Config(**HEADS, rotation="quaternion", a_activation="softplus", dt_limit=(0.0, 9.0)),
 }
 STACK_OPTIONS = {
@@ -306,6 +306,7 @@ class TestTransformers:
             ),
             ("Mamba2", {"head_dim": 8, "num_heads": 4, "n_groups": 1}),
             ("Mamba2", {"head_dim": 8, "num_heads": 4, "n_groups": 2, "time_step_limit": (0.01, math.inf)}),
+            ("Mamba2", {"head_dim": 8, "num_heads": 4, "n_groups": 1, "layer_norm_epsilon": 0.02}),
         ],
     )
     @pytest.mark.parametrize("shard", ["5GB", "4KB"])
@@ -369,7 +370,9 @@ class TestWhatFormatsCannotExpress:
             (Mamba2Config(**HEADS, ngroups=2), {}, "transformers", "block.norm_group_size = 16"),
             (Mamba2Config(**HEADS, d_ssm=16), {}, "transformers", "num_heads"),
             (Mamba2Config(**HEADS, D_has_hdim=True), {}, "transformers", "block.D_has_hdim = True"),
-            (Mamba2Config(**HEADS), {"norm_eps": 1e-6}, "transformers", "layer_norm_epsilon"),
+            (Mamba2Config(**HEADS), {"norm_eps": 1e-6}, "transformers", "cannot express norm_eps = 1e-06"),
+            (Mamba2Config(**HEADS, norm_eps=1e-6), {}, "transformers", "cannot express norm_eps = 1e-05"),
+            (Mamba2Config(**HEADS, norm_eps=1e-6), {}, "official", "block.norm_eps = 1e-06"),
             (Mamba1Config(**WIDTH), {"norm_eps": 1e-6}, "official", "norm_eps = 1e-06"),
             (Mamba2Config(**HEADS, expand=1.5), {}, "official", "block.expand = 1.5"),
             (Mamba2Config(**HEADS, learnable_init_states=True), {}, "official", "block.learnable_init_states = True"),
@@ -468,8 +471,101 @@ class TestMalformedConfigs:
         with pytest.raises(ValueError, match=r"config\.json, read in the format 'mambakit'"):
             load_model(saved)
 
+    @pytest.mark.parametrize(
+        ("changed", "named"),
+        [
+            ({"n_layer": 10**9}, "n_layer asks for 1000000000, and at most 1048576"),
+            ({"n_layer": 2**64}, "18446744073709551616, which is no size of anything"),
+            ({"virtual": {"schedule": "Cyclic", "n": 10**9}}, "virtual.n asks for 1000000000, and at most 10000"),
+            ({"virtual": {"schedule": "Custom", "indices": [0] * 10_001}}, "virtual.indices asks for 10001, and"),
+            ({"virtual": {"schedule": "Cyclic", "n": "3"}}, "virtual.n = '3' is not an integer"),
+            (
+                {"virtual": {"schedule": "Custom", "indices": ["0"]}},
+                "virtual.indices = ('0',) is not a list",
+            ),
+            ({"virtual": {"schedule": [], "n": 3}}, "wrong type"),
+            ({"multi_gate": {"n_streams": 10**9}}, "n_streams = 1000000000"),
+            ({"multi_gate": {"n_streams": "x"}}, "model.multi_gate.n_streams = 'x' is not an integer"),
+            ({"multi_gate": 3}, "wrong type"),
+            ({"n_layer": "2", "norm_eps": None}, "model.n_layer = '2' is not an integer; model.norm_eps = None"),
+            ({"stack_latents": 3}, "model.stack_latents = 3 is not a list"),
+            ({"stack_latents": [[]]}, "model.stack_latents"),
+            ({"block": []}, "block.family is None"),
+            ({"block": 3}, "wrong type"),
+            ({"vocab_size": 10**9}, "vocab_size = 1000000000"),
+            ({"d_intermediate": 10**12}, "d_intermediate = 1000000000000"),
+        ],
+    )
+    def test_models_that_cannot_be(self, saved, changed, named):
+        model = json.loads((saved / "config.json").read_text())["model"]
+        edit_config(saved, model={**model, **changed})
+        named_at_once(saved, "config.json", named)
+
+    @pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("d_model", 10**9),
+            ("d_model", 10**9 + 1),
+            ("d_model", 2**64),
+            ("d_model", "16"),
+            ("state_rank", 10**9),
+            ("expand", 1e300),
+            ("expand", 1e12),
+            ("expand", "inf"),
+            ("per_head_dim", 10**9),
+            ("conv_kernel", 2**62),
+            ("dt_limit", [0, [1]]),
+            ("norm_group_size", -4),
+            ("dt_rank", 10**15),
+            ("family", ["mamba1"]),
+        ],
+    )
+    def test_blocks_that_cannot_be(self, name, field, value, tmp_path):
+        save_model(make(BLOCKS[name]), tmp_path)
+        model = json.loads((tmp_path / "config.json").read_text())["model"]
+        edit_config(tmp_path, model={**model, "block": {**model["block"], field: value}})
+        with pytest.raises(ValueError, match=r"config\.json"):
+            load_model(tmp_path)
+
+    @pytest.mark.parametrize("depth", [40, 900, 100_000])
+    @pytest.mark.parametrize("place", ["ssm_cfg", "attn_cfg", "n_layer"])
+    def test_nested_too_deep(self, official, depth, place):
+        config = json.loads((official / "config.json").read_text())
+        text = json.dumps({**config, place: "here"}).replace('"here"', "[" * depth + "]" * depth)
+        (official / "config.json").write_text(text)
+        named_at_once(official, r"config\.json is (nested|not JSON)")
+
+    @pytest.mark.parametrize("content", ['{"a": {"__float__": []}}', '{"a": {"__float__": "x"}}'])
+    def test_tagged_floats_that_are_none(self, saved, content):
+        (saved / "config.json").write_text(content)
+        named_at_once(saved, r"config\.json is not JSON")
+
+    def test_too_large_to_be_read(self, saved):
+        with open(saved / "config.json", "ab") as file:
+            file.truncate(10**10)
+        named_at_once(saved, r"config\.json has 10,000,000,000 bytes")
+
+    def test_no_file(self, saved):
+        (saved / "config.json").unlink()
+        (saved / "config.json").mkdir()
+        named_at_once(saved, r"there is no config\.json in")
+
 
 class TestMalformedWeights:
+    def test_a_small_file_for_a_large_model(self, official):
+        """Views of one number stand for as many as they like."""
+        tensors = torch.load(official / "pytorch_model.bin", weights_only=True)
+        spread = {name: torch.zeros(1).expand(10**6, 10**6) for name in tensors}
+        torch.save(spread, official / "pytorch_model.bin")
+        named_at_once(official, r"pytorch_model\.bin holds tensors of")
+
+    def test_more_tensors_than_any_model_has(self, saved):
+        header = {f"{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(200_000)}
+        text = json.dumps(header).encode()
+        (saved / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+        named_at_once(saved, r"model\.safetensors holds 200000 tensors")
+
     def test_missing_left_over_and_misshapen_are_listed_at_once(self, saved):
         def change(tensors):
             del tensors["backbone.norm_f.weight"], tensors["backbone.layers.1.mixer.D"]
@@ -679,6 +775,22 @@ class TestSavingIsAllOrNothing:
         monkeypatch.setattr(f"{where}.{broken}", fail)
         with pytest.raises(OSError, match="no space left"):
             save_model(make(BLOCKS["mamba1"]), tmp_path / "model")
+        assert names(tmp_path) == {"model"}
+        assert_same(load_model(tmp_path / "model"), model)
+
+    @pytest.mark.parametrize("format", ["mambakit", "official"])
+    def test_a_full_disk_is_an_os_error(self, tmp_path, format):
+        """Whatever the packages that write make of it."""
+        resource = pytest.importorskip("resource")
+        model = make(BLOCKS["mamba2"])
+        save_model(model, tmp_path / "model", format=format)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="large"):
+                save_model(make(BLOCKS["mamba2"]), tmp_path / "model", format=format)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert names(tmp_path) == {"model"}
         assert_same(load_model(tmp_path / "model"), model)
 

@@ -10,8 +10,7 @@ import torch
 import mambakit as mk
 from mambakit.cli.main import main
 from mambakit.text.tokens import Bytes, TokenizerFile
-from test_trainer import make_tokenizer
-from trainer_cases import make_model
+from trainer_cases import make_model, make_tokenizer
 
 
 @pytest.fixture
@@ -116,3 +115,40 @@ def test_bad_input_is_one_line_and_exit_code_2(model_dir, tmp_path, capsys):
         told = capsys.readouterr().err.splitlines()
         assert len(told) == 1
         assert message in told[0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "3", "{", "null", "{}", '{"tokens": "bytes"}', '{"tokens": [], "end": 0}', "[" * 100_000),
+        *('{"tokens": "tokenizer.json", "end": "1"}', '{"tokens": "other", "end": 1}', "\xff"),
+        *('{"tokens": "bytes", "end": -1}', '{"tokens": "bytes", "end": 1e9}'),
+    ],
+)
+def test_what_the_folder_says_of_its_text_may_be_nonsense(model_dir, capsys, content):
+    (model_dir / "text.json").write_bytes(content.encode("latin-1"))
+    assert generate(model_dir, "--prompt=a") == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "text.json" in told
+
+
+def test_a_message_is_one_line_whatever_a_file_says(model_dir, capsys):
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "model": {**config["model"], "a\nb\x1b[31m": 1}}))
+    assert generate(model_dir, "--prompt=a") == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "a b\\x1b[31m" in told
+
+
+def test_a_tokenizer_with_ids_beyond_its_size(model_dir, tmp_path, capsys):
+    path = make_tokenizer(tmp_path)
+    described = json.loads(path.read_text())
+    described["added_tokens"] = [
+        {"id": 10**6, "content": "far", "special": False, "single_word": False}
+        | {"lstrip": False, "rstrip": False, "normalized": False}
+    ]
+    described["model"]["vocab"]["far"] = 10**6
+    path.write_text(json.dumps(described))
+    assert generate(model_dir, "--prompt=far", "--tokenizer", path) == 2
+    assert "the tokenizer has 1000002 tokens" in capsys.readouterr().err

@@ -4,14 +4,15 @@ import json
 import os
 import resource
 import signal
+from itertools import product
 
 import pytest
 
 import mambakit as mk
 from mambakit.cli.main import main
+from mambakit.cli.run_options import read_options
 from mambakit.training.loop import Trainer
-from test_trainer import make_tokenizer
-from trainer_cases import losses, make_documents
+from trainer_cases import losses, make_documents, make_tokenizer
 
 TINY = ["--d-model=16", "--layers=1", "--state-rank=8", "--head-dim=8", "--batch=4", "--seq-len=16", "--warmup=2"]
 TINY += ["--evaluate-every=4", "--save-every=2", "--held-out=0.2", "--no-tensorboard"]
@@ -155,3 +156,92 @@ def test_bad_input_is_one_line_and_exit_code_2(data, tmp_path, capsys):
         assert len(told) == 1
         assert message in told[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_second_process_leaves_a_run_alone(data, tmp_path, capsys, monkeypatch):
+    """Whether it starts anew or resumes."""
+    out, advance = tmp_path / "out", Trainer.advance
+
+    def second(self):
+        if self.step in (0, 3):
+            monkeypatch.setattr(Trainer, "advance", advance)
+            assert train(data, "--out", out, "--steps=6") == 2
+            assert main(["train", "--out", str(out), "--resume"]) == 2
+            monkeypatch.setattr(Trainer, "advance", second)
+            told = capsys.readouterr().err.splitlines()[-2:]
+            assert all("is in use by another run" in line for line in told)
+        return advance(self)
+
+    monkeypatch.setattr(Trainer, "advance", second)
+    assert train(data, "--out", out, "--steps=6") == 0
+    monkeypatch.undo()
+    assert len(losses(out)) == 6
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+
+
+def flip(content: bytes, place: int, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[place] ^= 1 << bit
+    return bytes(changed)
+
+
+def test_flips_in_the_options_do_not_block_a_resume(data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train(data, "--out", out, "--steps=4") == 0
+    options, expected = (out / "run.json").read_bytes(), losses(out)
+    chosen = json.loads(options)
+    whole, _ = read_options(out)
+    for place, bit in product(range(len(options)), range(8)):
+        (out / "run.json").write_bytes(flip(options, place, bit))
+        assert read_options(out)[0] == whole, (place, bit)
+    (out / "run.json").write_bytes(flip(options, options.index(b"0.2"), 0))
+    capsys.readouterr()
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+    assert f"{out / 'run.json'} is damaged" in capsys.readouterr().err
+    assert json.loads((out / "run.json").read_bytes()) == chosen
+    assert losses(out) == expected
+    for path in (out / "run.json", out / ".run.json"):
+        path.write_bytes(b"{")
+    assert main(["train", "--out", str(out), "--resume"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert str(out / "run.json") in told
+    assert str(out / ".run.json") in told
+
+
+def test_options_that_a_run_does_not_have_yet(data, tmp_path):
+    """Runs made before an option existed, and before options had a checksum."""
+    out = tmp_path / "out"
+    assert train(data, "--out", out, "--steps=4") == 0
+    options = json.loads((out / "run.json").read_bytes())
+    for name in ("skip_bad_steps", "sha256"):
+        del options[name]
+    for path in (out / "run.json", out / ".run.json"):
+        path.unlink()
+    (out / "run.json").write_text(json.dumps(options))
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+    assert json.loads((out / "run.json").read_bytes())["skip_bad_steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"family": "mamba7"}, "family = 'mamba7'"),
+        ({"d_model": "16"}, "d_model = '16'"),
+        ({"batch": None}, "batch = None"),
+        ({"binary": 3}, "binary = 3"),
+        ({"data": "x"}, "data = 'x'"),
+        ({"d_moddl": 3}, "d_moddl"),
+    ],
+)
+def test_options_edited_by_hand_are_checked(data, tmp_path, capsys, changed, message):
+    out = tmp_path / "out"
+    assert train(data, "--out", out, "--steps=2") == 0
+    options = json.loads((out / "run.json").read_bytes())
+    del options["sha256"]
+    (out / "run.json").write_text(json.dumps({**options, **changed}))
+    (out / ".run.json").unlink()
+    capsys.readouterr()
+    assert main(["train", "--out", str(out), "--resume"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert f"{out / 'run.json'}" in told
+    assert message in told

@@ -10,6 +10,7 @@ SSD = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 SPLIT = ("mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined")
 CONV = ("causal_conv1d", "causal_conv1d_fn")
 UPDATE = ("causal_conv1d", "causal_conv1d_update")
+STEP = ("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
 INNER = ("mamba_ssm", "mamba_inner_fn")
 SISO = (f"{MAMBA3}.mamba3_siso_combined", "mamba3_siso_combined")
 MIMO = ("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo", "mamba3_mimo")
@@ -35,6 +36,11 @@ CALLS = {
     "float seq_idx": (CONV, (z(2, 4, 5), z(4, 3), None, IDS.float()), {}, "integer ids"),
     "short state": (UPDATE, (z(2, 4), z(2, 4, 1), z(4, 3)), {}, "a kernel of 3 taps needs 2"),
     "ring counts": (UPDATE, (z(2, 4), z(2, 4, 2), z(4, 3)), {"cache_seqlens": IDS[0]}, "one count per row"),
+    "rows of a state": (UPDATE, (z(2, 4), z(3, 4, 2), z(4, 3)), {"conv_state_indices": torch.tensor([-1, 3])},
+                        "conv_state_indices goes up to 3, but the state has 3 rows"),
+    "count of rows": (UPDATE, (z(2, 4), z(3, 4, 2), z(4, 3)), {"conv_state_indices": IDS[0]}, "expected 2 integers"),
+    "float rows": (STEP, (z(3, 4, 5), z(2, 4), z(2, 4), z(4, 5), z(2, 5), z(2, 5)), {"state_batch_indices": z(2)},
+                   r"state_batch_indices is torch.float32 of shape \(2,\), expected 2 integers"),
     "given B with bias": (INNER, (z(2, 8, 5), *[z(1)] * 6, z(4, 3), z(4, 3)), {"B_proj_bias": z(3)}, "B was given"),
     "no bounds": (SSD, SEQUENCE, {"return_varlen_states": True}, "needs cu_seqlens"),
     "packed batch": (SSD, SEQUENCE, {"cu_seqlens": torch.tensor([0, 5])}, "batch of one, got a batch of 2"),
@@ -94,6 +100,26 @@ def test_decoding(name):
     params.seqlen_offset = 3
     with pytest.raises(ValueError, match="one token per sequence"):
         block(z(1, 2, 16), inference_params=params)
+
+
+def test_rows_of_attention():
+    """It keeps one length for all rows, and all rows."""
+    attention = official("mamba_ssm.modules.mha", "MHA")(8, 2, causal=True, layer_idx=0)
+    params = official("mamba_ssm.utils.generation", "InferenceParams")(max_seqlen=8, max_batch_size=2)
+    attention(z(2, 3, 8), inference_params=params)
+    params.seqlen_offset, params.lengths_per_sample = 3, torch.tensor([3, 3])
+    attention(z(2, 1, 8), inference_params=params)
+    params.lengths_per_sample = torch.tensor([3, 2])
+    with pytest.raises(
+        ValueError, match=r"lengths_per_sample is \[3, 2\], but MHA knows one length, seqlen_offset = 3"
+    ):
+        attention(z(2, 1, 8), inference_params=params)
+    params.lengths_per_sample, params.batch_size_offset = None, 1
+    with pytest.raises(ValueError, match="batch_size_offset = 1: MHA takes"):
+        attention(z(1, 1, 8), inference_params=params)
+    params.batch_size_offset = 0
+    with pytest.raises(ValueError, match="layer 0 has states of 2 sequences, but 1 came"):
+        attention(z(1, 1, 8), inference_params=params)
 
 
 def test_packing_that_disagrees():

@@ -20,7 +20,8 @@ from mambakit.blocks.config import BlockConfig, check_positive
 from mambakit.blocks.family import FAMILIES as RECORDS
 from mambakit.blocks.family import Family, FusedStep, family_of, presets, register
 from mambakit.cli.main import main
-from mambakit.inference.decoder import STEPS, StepByStep, make_decoder
+from mambakit.inference.decoder import StepByStep, make_decoder
+from mambakit.kernels.cpu.decode import STEPS
 from test_trainer_runs import forked_runs
 
 F64 = torch.float64
@@ -207,7 +208,7 @@ class TestRecords:
     def test_steps_are_told_in_the_words_of_the_kernels(self, name):
         block, family = make_block(name), family_of(CONFIGS[name])
         assert isinstance(family.step, FusedStep)
-        _, struct = STEPS[family.name]
+        _, struct = STEPS[family.step.operation.name]
         fields = {**family.step.fields(block), **family.step.prepared(block)}
         assert set(fields) == {field for field, *_ in struct._fields_}
         assert all(value is None or isinstance(value, Tensor | int | float) for value in fields.values())

@@ -1,6 +1,8 @@
 """Generation: batches, pieces, caches and streams change nothing; draws, filters and stops do what they say."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -409,16 +411,100 @@ def test_prefix_cache_keeps_to_its_bytes():
     assert (len(tight), tight.nbytes) == (0, 0)
 
 
-def test_prefix_cache_belongs_to_a_model_and_its_weights():
+def test_prefix_cache_belongs_to_a_model():
     model, known, prompt = make_model(), PrefixCache(), make_prompts((9,))
     generate(model, prompt, max_new_tokens=3, prefix_cache=known)
     with pytest.raises(ValueError, match="holds states of another model"):
         generate(make_model("mamba1"), prompt, max_new_tokens=3, prefix_cache=known)
+
+
+def add_noise(model: LanguageModel) -> None:
     with torch.no_grad():
         model.backbone.embedding.weight += torch.randn_like(model.backbone.embedding.weight)
-    want = generate(model, prompt, max_new_tokens=9, temperature=0)
-    assert torch.equal(generate(model, prompt, max_new_tokens=9, temperature=0, prefix_cache=known), want)
-    assert known.hits == 0
+
+
+def train_fused(model: LanguageModel) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=True)
+    model(torch.arange(9)[None])[0].square().sum().backward()
+    versions = [parameter._version for parameter in model.parameters()]
+    optimizer.step()
+    assert versions == [parameter._version for parameter in model.parameters()], "what makes this one hard to see"
+
+
+def write_to_data(model: LanguageModel) -> None:
+    model.backbone.embedding.weight.data.mul_(-1)
+
+
+def write_by_numpy(model: LanguageModel) -> None:
+    array = model.backbone.embedding.weight.detach().numpy()
+    array[:, 1::2] *= -1
+
+
+def double(module, args, output):
+    return output * 2
+
+
+def exchange_hooks(model: LanguageModel) -> None:
+    hooks = model.backbone.layers[0].norm._forward_hooks  # type: ignore[union-attr]
+    hooks[next(iter(hooks))] = double
+
+
+def change_eps(model: LanguageModel) -> None:
+    model.backbone.layers[0].norm.eps = 10.0  # type: ignore[union-attr]
+
+
+def change_config(model: LanguageModel) -> None:
+    mixer: Any = model.backbone.layers[0].mixer
+    mixer.config = replace(mixer.config, dt_limit=(5.0, 6.0))
+
+
+def replace_method(model: LanguageModel) -> None:
+    model.embed = lambda ids, embed=model.embed: embed(ids) * 2  # type: ignore[method-assign]
+
+
+def exchange_layers(model: LanguageModel) -> None:
+    layers = model.backbone.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+CHANGES = [add_noise, train_fused, write_to_data, write_by_numpy, exchange_hooks, change_eps, change_config]
+CHANGES += [replace_method, exchange_layers]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_prefix_cache_forgets_what_another_model_made(change):
+    # float64, where no kernel has numbers of its own and every attribute counts.
+    model, known, prompt = make_model(dtype=torch.float64), PrefixCache(), make_prompts((9,))
+    model.backbone.layers[0].norm.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
+    before = stream(model, prompt, max_new_tokens=0, prefix_cache=known)
+    change(model)
+    again = stream(model, prompt, max_new_tokens=0, prefix_cache=known)
+    want = stream(model, prompt, max_new_tokens=0)
+    assert not torch.equal(want._logits_aw, before._logits_aw)
+    assert torch.equal(again._logits_aw, want._logits_aw)
+    stream(model, prompt, max_new_tokens=0, prefix_cache=known)
+    assert (known.hits, known.misses) == (1, 2), "it stays as it is, and so does the prefix"
+
+
+def test_prefix_cache_forgets_what_autocast_made():
+    model, known, prompt = make_model(), PrefixCache(), make_prompts((9,))
+    with torch.autocast("cpu", torch.bfloat16):
+        stream(model, prompt, max_new_tokens=0, prefix_cache=known)
+    again = stream(model, prompt, max_new_tokens=0, prefix_cache=known)
+    assert torch.equal(again._logits_aw, stream(model, prompt, max_new_tokens=0)._logits_aw)
+
+
+def test_prefix_cache_takes_nothing_made_by_weights_of_before():
+    """Who began to read a prompt before the weights changed may keep a state after it."""
+    model, known = make_model(), PrefixCache()
+    before = known.serve(model)
+    add_noise(model)
+    now = known.serve(model)
+    known.keep(before, [1, 2], torch.zeros(1, 8), ())
+    assert len(known) == 0
+    known.keep(now, [1, 2], torch.zeros(1, 8), ())
+    assert known.longest(before, [1, 2]) is None
+    assert known.longest(now, [1, 2]) is not None
 
 
 @pytest.mark.parametrize(

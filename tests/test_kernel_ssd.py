@@ -68,8 +68,6 @@ def draw(seed: int) -> dict:
         "g": groups,
         "r": make.choice([make.randint(1, 256), make.choice([1, 16, 64, 128])]),
     }
-    # The oracle keeps the state of every token: where states are large, sequences are short.
-    size["s"] = min(size["s"], 2**23 // (size["b"] * size["h"] * size["p"] * size["r"]))
     inputs = core_inputs(**size, dtype=torch.float32, seed=seed)
     inputs["da_bsh"] *= make.choice([0.01, 1.0, 30.0])
     heads = core_heads(inputs, seed + 1)

@@ -12,12 +12,14 @@ from mambakit.blocks.param_groups import hand_over, maps_of, param_groups
 from mambakit.text.documents import Document, hold_out, read_documents, standard_library
 from mambakit.text.tokens import Bytes, TokenizerFile, read_tokens
 from mambakit.training.batches import Rows, encode
+from mambakit.training.lock import LOCK
+from mambakit.training.loop import Trainer
 from mambakit.training.objective import Objective, TokenLosses, bits_per_byte
 from mambakit.training.run import read_log, save, train
 from mambakit.training.run_checkpoints import RunCheckpoints, Saved
 from mambakit.training.schedules import share_of_peak
 from mambakit.training.settings import TrainSettings
-from trainer_cases import Silent, losses, make_documents, make_model, make_trainer
+from trainer_cases import Silent, losses, make_documents, make_model, make_tokenizer, make_trainer
 
 
 def test_folders_are_read_without_what_is_no_text(tmp_path):
@@ -115,20 +117,6 @@ def test_tokenizer_files(tmp_path):
     with pytest.raises(ValueError, match=r"bad\.txt is not UTF-8 \(byte 0xe9 at 3\)"):
         encode([Document("bad.txt", b"caf\xe9")], tokens)
     assert encode([Document("bad.txt", b"caf\xe9")], Bytes())[0].tolist() == [256, 99, 97, 102, 0xE9]
-
-
-def make_tokenizer(folder: Path) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(["to be or not to be"] * 20, trainer)
-    tokenizer.save(str(folder / "tok.json"))
-    return folder / "tok.json"
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -293,13 +281,130 @@ def test_training_learns():
     assert trainer.evaluate() < 0.75 * before
 
 
+def poison(trainer: Trainer, steps: dict[int, float]) -> None:
+    """Gradients of two weights become this number at these steps."""
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(grad, steps[trainer.step]) if trainer.step in steps else grad
+
+    mixer = trainer.model.backbone.layers[1].mixer
+    for weight in (mixer.in_proj.weight, mixer.dt_bias):
+        weight.register_hook(spoil)
+
+
+def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Parameters and what the optimizers keep."""
+    kept = {f"{name} {key}": t for name, state in trainer.optimizers.state().items() for key, t in state.items()}
+    return {name: tensor.clone() for name, tensor in {**trainer.weights(), **kept}.items()}
+
+
+def assert_untouched(trainer: Trainer, before: dict[str, torch.Tensor]) -> None:
+    after = whole_state(trainer)
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    weights = [leaf for weight in trainer.model.parameters() for leaf in (weight, *maps_of(weight).values())]
+    assert all(weight.grad is None for weight in weights)
+
+
 def test_a_loss_that_is_no_number_stops_the_run():
     trainer = make_trainer()
     with torch.no_grad():
         trainer.model.backbone.embedding.weight.fill_(math.nan)
-    with pytest.raises(ValueError, match="the loss is nan at step 1; a lower learning rate"):
+    with pytest.raises(ValueError, match=r"the loss is nan at step 1.*a lower learning rate"):
         trainer.advance()
     assert trainer.step == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_after_a_loss_that_is_no_number_the_step_can_be_tried_again(optimizer, monkeypatch):
+    trainer, expected = make_trainer(optimizer=optimizer, accumulate=2), make_trainer(optimizer=optimizer, accumulate=2)
+    trainer.advance()
+    expected.advance()
+    before, forward = whole_state(trainer), Objective.forward
+
+    def spoiled(self, *args, **options):
+        loss, cache = forward(self, *args, **options)
+        return loss * math.nan, cache
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Objective, "forward", spoiled)
+        with pytest.raises(ValueError, match="the loss is nan at step 2"):
+            trainer.advance()
+    assert_untouched(trainer, before)
+    assert trainer.advance() == expected.advance()
+    assert_untouched(trainer, whole_state(expected))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_gradients_that_are_no_numbers_stop_the_run_before_a_step(optimizer, number):
+    trainer = make_trainer(optimizer=optimizer)
+    poison(trainer, {2: number})
+    trainer.advance()
+    trainer.advance()
+    before = whole_state(trainer)
+    with pytest.raises(
+        ValueError, match=r"step 3 .*layers\.1\.mixer\.dt_bias.*layers\.1\.mixer\.in_proj\.weight"
+    ) as told:
+        trainer.advance()
+    assert "layers.0" not in str(told.value)
+    assert "--skip-bad-steps" in str(told.value)
+    assert trainer.step == 2
+    assert_untouched(trainer, before)
+
+
+def test_a_norm_too_large_to_be_a_number_stops_the_run():
+    trainer = make_trainer()
+    poison(trainer, {0: 1e30})
+    before = whole_state(trainer)
+    with pytest.raises(ValueError, match="the norm of the gradient is inf at step 1;"):
+        trainer.advance()
+    assert_untouched(trainer, before)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bad_steps_may_be_skipped(optimizer):
+    trainer = make_trainer(optimizer=optimizer, skip_bad_steps=2)
+    poison(trainer, {1: math.nan, 3: math.inf, 5: math.nan})
+    assert trainer.advance().skipped is None
+    before = whole_state(trainer)
+    skipped = trainer.advance()
+    assert skipped.number == trainer.step == 2
+    assert "step 2 " in skipped.skipped
+    assert_untouched(trainer, before)
+    trainer.advance()
+    again = make_trainer(optimizer=optimizer, skip_bad_steps=2)
+    poison(again, {1: math.nan, 3: math.inf, 5: math.nan})
+    again.restore(trainer.saved())
+    for one in (trainer, again):
+        assert one.advance().skipped is not None
+        assert one.advance().skipped is None
+        with pytest.raises(ValueError, match=r"step 6 .*2 steps were skipped before"):
+            one.advance()
+    assert_untouched(again, whole_state(trainer))
+
+
+def test_skipped_steps_are_logged_and_counted_across_resumes(tmp_path):
+    bad = {4: math.nan, 6: math.inf}
+
+    def run(folder, **changed) -> Silent:
+        trainer, watch = make_trainer(steps=8, save_every=5, **changed), Silent()
+        poison(trainer, bad)
+        train(trainer, folder, Bytes(), watch)
+        return watch
+
+    watch = run(tmp_path / "whole", skip_bad_steps=2)
+    lines = read_log(tmp_path / "whole" / "log.jsonl")
+    assert [line["step"] for line in lines if "skipped" in line] == [5, 7]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 6, 8]
+    assert "step 5 " in watch.notes[0]
+    with pytest.raises(ValueError, match=r"step 7 .*1 step was skipped before"):
+        run(tmp_path / "part", skip_bad_steps=1)
+    with pytest.raises(ValueError, match=r"step 7 .*1 step was skipped before"):
+        run(tmp_path / "part", skip_bad_steps=1)
+    run(tmp_path / "part", skip_bad_steps=2)
+    assert read_log(tmp_path / "part" / "log.jsonl") == lines
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -410,3 +515,47 @@ def test_a_run_is_logged_once_however_often_it_is_resumed(tmp_path):
 
 def part_weight(folder):
     return mk.load_model(folder).lm_head.weight
+
+
+def test_a_damaged_log_is_kept_up_to_the_damage(tmp_path):
+    train(make_trainer(steps=6), tmp_path, Bytes(), Silent())
+    log = tmp_path / "log.jsonl"
+    whole = log.read_bytes().splitlines(keepends=True)
+    for damaged in (
+        b"\xff\xfe\n",
+        b'{"step": 3, "lo\n',
+        b"[]\n",
+        b'{"stop": 3}\n',
+        b'{"step": "3"}\n',
+        b"\n",
+        b"[" * 9999 + b"\n",
+    ):
+        log.write_bytes(b"".join([*whole[:2], damaged, *whole[3:]]))
+        watch = Silent()
+        train(make_trainer(steps=6), tmp_path, Bytes(), watch)
+        assert log.read_bytes() == b"".join(whole[:2])
+        assert f"{log} is damaged in line 3" in watch.notes[-1]
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    saved, other = make_trainer().saved(), make_trainer()
+    del saved.state["model"]["backbone.norm_f.weight"]
+    saved.state["model"]["backbone.embedding.weight"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"another model: backbone\.embedding\.weight, backbone\.norm_f\.weight"):
+        other.restore(saved)
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    class Second(Silent):
+        def step(self, step):
+            if step.number == 2:
+                before = sorted(path.name for path in tmp_path.iterdir())
+                with pytest.raises(ValueError, match=rf"{tmp_path} is in use by another run \(process {os.getpid()}\)"):
+                    train(make_trainer(steps=6), tmp_path, Bytes(), Silent())
+                assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+    train(make_trainer(steps=6), tmp_path, Bytes(), Second())
+    assert len(losses(tmp_path)) == 6
+    assert not (tmp_path / LOCK).exists()
+    (tmp_path / LOCK).write_text("1\n")  # left by a run that was killed
+    train(make_trainer(steps=6), tmp_path, Bytes(), Silent())

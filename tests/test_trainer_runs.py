@@ -16,9 +16,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the runs are fo
 
 
 def forked_runs(what: str, folder: Path) -> str:
+    return started("forked_runs.py", what, folder)
+
+
+def started(script: str, *arguments: object) -> str:
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, HERE / "forked_runs.py", what, folder],
+        [sys.executable, HERE / script, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -37,6 +41,15 @@ def test_twenty_kills_leave_the_losses_bit_identical(tmp_path):
         assert not list((folder / "checkpoints").glob(".*")), "something unfinished was left"
         for name, tensor in mk.load_model(folder / "model").state_dict().items():
             assert torch.equal(tensor, mk.load_model(tmp_path / "whole" / "model").state_dict()[name]), name
+
+
+def test_kills_full_disks_and_second_writers_leave_the_end_bit_identical(tmp_path):
+    """A little of `make torture`, through the command line."""
+    assert started("torture.py", tmp_path / "runs", 5).splitlines()[-1].startswith("5 kills, 0 losses")
+
+
+def test_a_bad_step_of_one_rank_is_one_of_all(tmp_path):
+    assert forked_runs("bad_steps", tmp_path).count("both ranks agree") == 4
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,20 @@ def make_trainer(ranks: Ranks | None = None, dtype: torch.dtype = torch.float32,
     return Trainer(make_model(dtype), settings, Rows(encoded, tokens.end, settings), held_out, ranks)
 
 
+def make_tokenizer(folder: Path) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["to be or not to be"] * 20, trainer)
+    tokenizer.save(str(folder / "tok.json"))
+    return folder / "tok.json"
+
+
 class Silent:
     """Watches without a word."""
 

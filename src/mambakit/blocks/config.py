@@ -24,7 +24,7 @@ class Config:
         unknown = sorted(values.keys() - known)
         if unknown:
             raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-        return cls(**{name: _from_plain(value) for name, value in values.items()})
+        return cls(**{name: from_plain(value) for name, value in values.items()})
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -48,9 +48,10 @@ def _plain(value: Any) -> Any:
     return "inf" if value == math.inf else value
 
 
-def _from_plain(value: Any) -> Any:
+def from_plain(value: Any) -> Any:
+    """What a plain JSON value stands for in a config."""
     if isinstance(value, list):
-        return tuple(_from_plain(item) for item in value)
+        return tuple(from_plain(item) for item in value)
     return math.inf if value == "inf" else value
 
 
@@ -63,11 +64,11 @@ def check_positive(config: Any, *names: str) -> None:
 
 def check_divides(part: str, part_size: int, whole: str, whole_size: int) -> None:
     if whole_size % part_size:
-        near = [n for n in range(1, whole_size + 1) if whole_size % n == 0]
+        # Up to a million: a size that a damaged file made up has to be refused in no time.
+        near = [n for n in range(1, min(whole_size, 2**20) + 1) if whole_size % n == 0]
         near.sort(key=lambda n: abs(n - part_size))
-        raise ValueError(
-            f"{whole} = {whole_size} is not a multiple of {part} = {part_size}; try {near[0]} or {near[1]}"
-        )
+        advice = " or ".join(map(str, near[:2]))
+        raise ValueError(f"{whole} = {whole_size} is not a multiple of {part} = {part_size}; try {advice}")
 
 
 def check_range(name: str, low_high: tuple[float, float], positive: bool = False) -> None:

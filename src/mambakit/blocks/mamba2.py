@@ -44,6 +44,8 @@ class Mamba2Config(BlockConfig):
     norm_before_gate: bool = False
     norm_group_size: int | None = None
     """Channels that share a root mean square (None: those of a group, `d_ssm / ngroups`)."""
+    norm_eps: float = 1e-5
+    """Of the gated norm."""
     dt_min: float = 1e-3
     dt_max: float = 0.1
     dt_init_floor: float = 1e-4
@@ -54,7 +56,7 @@ class Mamba2Config(BlockConfig):
 
     def __post_init__(self) -> None:
         sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "conv_kernel", "d_inner", "ssm_width")
-        check_positive(self, *sizes, "dt_min", "dt_init_floor")
+        check_positive(self, *sizes, "norm_width", "norm_eps", "dt_min", "dt_init_floor")
         if self.ssm_width > self.d_inner:
             raise ValueError(f"d_ssm = {self.d_ssm} is above d_inner = {self.d_inner}")
         check_divides("per_head_dim", self.per_head_dim, "d_inner" if self.d_ssm is None else "d_ssm", self.ssm_width)
@@ -113,7 +115,8 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         self.A_log = mark(nn.Parameter(torch.empty(h, **wide)))
         self.D = mark(nn.Parameter(torch.empty(h * p if config.D_has_hdim else h, **wide)))
         if config.rmsnorm:
-            self.norm = GatedRMSNorm(config.ssm_width, config.norm_width, config.norm_before_gate, **made)
+            norm = (config.norm_width, config.norm_before_gate, config.norm_eps)
+            self.norm = GatedRMSNorm(config.ssm_width, *norm, **made)
         self.out_proj = Linear(config.d_inner, config.d_model, bias=config.bias, **made)
         if config.learnable_init_states:
             self.init_states = mark(nn.Parameter(torch.empty(h, p, config.state_rank, **wide)))

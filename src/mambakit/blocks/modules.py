@@ -35,7 +35,12 @@ class Linear(nn.Linear):
         return super().forward(input)
 
     def is_decoding(self, input: Tensor) -> bool:
-        if input.device.type != "cpu" or not 0 < input.numel() <= 4 * self.in_features or self.out_features % 2:
+        if (
+            torch.is_grad_enabled()
+            or input.device.type != "cpu"
+            or not 0 < input.numel() <= 4 * self.in_features
+            or self.out_features % 2
+        ):
             return False
         weight, dtype = self.weight, input.dtype
         wide = dtype == weight.dtype and (dtype == torch.float32 or dtype == torch.float64)
@@ -81,10 +86,8 @@ class RMSNorm(nn.Module):
 class GatedRMSNorm(RMSNorm):
     """RMSNorm of a gated input, or gated RMSNorm: `norm_before_gate` says which."""
 
-    def __init__(
-        self, width: int, group_size: int | None, norm_before_gate: bool, device: Any = None, dtype: Any = None
-    ):
-        super().__init__(width, group_size=group_size, device=device, dtype=dtype)
+    def __init__(self, width: int, group_size: int | None, norm_before_gate: bool, eps: float = 1e-5, **made: Any):
+        super().__init__(width, eps, group_size, **made)
         self.norm_before_gate = norm_before_gate
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:

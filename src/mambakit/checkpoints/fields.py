@@ -1,5 +1,6 @@
 """What the readers of foreign configs share: renaming fields, and naming all that is wrong with them at once."""
 
+import reprlib
 from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -21,6 +22,21 @@ def renamed(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in ours.items()}
 
 
+COUNTS = {"n_layer": 2**20, "n": 10_000, "indices": 10_000}
+"""The most that is read of what is gone through one by one before the weights can say that it is not there. Virtual
+layers need no weights at all."""
+
+
+def shown(value: Any) -> str:
+    """A value in a message, shortened."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 20
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+
+
 class Lint:
     """Collects what is wrong with a config, for one ValueError in the words of its format."""
 
@@ -38,16 +54,26 @@ class Lint:
         """Each value has to be one that its field of `kind`, a config of ours, can take."""
         hints = get_type_hints(kind)
         for name, ours in names.items():
-            if name in values and not _fits(values[name], hints[ours]):
-                self.add(f"{where}{name} = {values[name]!r} is not {_called(hints[ours])}")
-                self.buildable = False
+            if name not in values:
+                continue
+            if not _fits(values[name], hints[ours]):
+                self.refuse(f"{where}{name} = {shown(values[name])} is not {_called(hints[ours])}")
+            elif ours in COUNTS:
+                count = values[name] if isinstance(values[name], int) else len(values[name])
+                if count > COUNTS[ours]:
+                    self.refuse(f"{where}{name} asks for {count}, and at most {COUNTS[ours]} are read")
+
+    def refuse(self, problem: str) -> None:
+        """What leaves nothing to build."""
+        self.add(problem)
+        self.buildable = False
 
     def build(self, family: str, model: dict[str, Any], block: dict[str, Any]) -> ModelConfig:
         """The config, which may still be refused by `close`."""
         try:
             if self.buildable:
                 return ModelConfig(block=FAMILIES[family].config(**block), **model)
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:
             self.add(str(error))
         raise ValueError("; ".join(self.problems))
 
@@ -61,7 +87,11 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is tuple:
         parts = get_args(hint)
-        return isinstance(value, list | tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
+        if not isinstance(value, list | tuple):
+            return False
+        if parts[-1] is ...:
+            return all(_fits(item, parts[0]) for item in value)
+        return len(value) == len(parts) and all(map(_fits, value, parts))
     if hint in (int, float):
         return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -71,5 +101,6 @@ def _called(hint: Any) -> str:
     if isinstance(hint, UnionType):
         return " or ".join(map(_called, get_args(hint)))
     if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
+        parts = get_args(hint)
+        return f"a list, each {_called(parts[0])}" if parts[-1] is ... else f"a list of {len(parts)} numbers"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}[hint]

@@ -3,18 +3,22 @@
 import json
 import os
 import re
+import reprlib
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order in which they are looked for; each may be in parts with an index."""
 INDEX = ".index.json"
+MAX_JSON_BYTES, MAX_DEPTH = 2**24, 32
+MAX_TENSORS = 100_000
+"""More than any model has, and few enough to be read in no time."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -59,15 +63,37 @@ def find_weights(directory: Path) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """An object of ordinary size and depth, with integers that could be sizes; anything else is a ValueError."""
+    if not path.is_file():
+        raise ValueError(f"there is no {path.name} in {path.parent}")
     try:
-        values = json.loads(path.read_bytes(), object_hook=_tagged_float)
-    except FileNotFoundError:
-        raise ValueError(f"there is no {path.name} in {path.parent}") from None
-    except (ValueError, RecursionError) as error:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"{path} has {size:,} bytes, and descriptions of at most {MAX_JSON_BYTES:,} are read")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        values = json.loads(content, object_hook=_tagged_float)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
+    _check_tree(path, values)
     return values
+
+
+def _check_tree(path: Path, values: dict[str, Any]) -> None:
+    level: list[Any] = [values]
+    for _ in range(MAX_DEPTH):
+        beyond = next((item for item in level if isinstance(item, int) and not -(2**63) <= item < 2**63), None)
+        if beyond is not None:
+            raise ValueError(f"{path} has the number {reprlib.repr(beyond)}, which is no size of anything")
+        inside = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inside for item in items]
+        if not level:
+            return
+    raise ValueError(f"{path} is nested more than {MAX_DEPTH} levels deep")
 
 
 def _tagged_float(values: dict[str, Any]) -> Any:
@@ -92,7 +118,7 @@ def _read_parts(index: Path) -> dict[str, Tensor]:
     outside = [part for part in parts if Path(part).name != part or not part.endswith((".safetensors", ".bin"))]
     if outside:
         raise ValueError(f"{index} names files that are not weights beside it: {', '.join(outside)}")
-    absent = [part for part in parts if not (index.parent / part).is_file()]
+    absent = [part for part in parts if not _is_file(index.parent / part)]
     if absent:
         raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
     tensors: dict[str, Tensor] = {}
@@ -105,6 +131,13 @@ def _read_parts(index: Path) -> dict[str, Tensor]:
     if wrong:
         raise ValueError(f"{index} and its files disagree about {', '.join(wrong)}")
     return tensors
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name that a file could have
+        return False
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -120,15 +153,22 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     ]
     if odd:
         raise ValueError(f"{path} holds tensors that are not plain floating-point ones: {', '.join(odd)}")
+    # A view may repeat a few numbers without end. Twice: a tied head shares the embedding's.
+    size, there = sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size
+    if size > 2 * there:
+        raise ValueError(f"{path} holds tensors of {size:,} bytes, but has only {there:,} itself")
     return tensors
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-    except SafetensorError as error:
+            names = list(file.keys())
+            if len(names) <= MAX_TENSORS:
+                return {name: file.get_tensor(name) for name in names}
+    except Exception as error:  # SafetensorError, and what torch raises for types and shapes it does not have
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+    raise ValueError(f"{path} holds {len(names)} tensors, and at most {MAX_TENSORS} are read")
 
 
 def _read_bin(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """Named tensors and the model they belong to: whether they fit, and putting them in."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ EMBEDDING = "backbone.embedding.weight"
 HEAD = "lm_head.weight"
 EMBEDDINGS = (EMBEDDING, "backbone.embeddings.weight")
 """What the embedding is called, here and in transformers. All other weights have one name everywhere."""
+PLAUSIBLE = 2**16
+"""A size up to this takes no time and no memory to compare, whatever the weights are."""
 MIXER = "backbone.layers.0.mixer."
 
 
@@ -24,13 +26,32 @@ def with_embedding_called(name: str, tensors: dict[str, Tensor]) -> dict[str, Te
 
 def empty_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> LanguageModel:
     """A model without memory, in `dtype` or that of the stored projections."""
-    # A layer has some tensor at least; a wrong number of layers must not take forever to build.
-    if config.n_layer > len(tensors):
-        raise ValueError(f"the config has {config.n_layer} layers, but there are {len(tensors)} tensors in all")
+    _check_counts(config, tensors)
     if dtype is None:
         projections = (MIXER + "in_proj.weight", EMBEDDING)
         dtype = next((tensors[name].dtype for name in projections if name in tensors), torch.float32)
-    return LanguageModel(config, device="meta", dtype=dtype)
+    try:
+        return LanguageModel(config, device="meta", dtype=dtype)
+    except (RuntimeError, TypeError, OverflowError) as error:  # sizes whose product is no number for torch
+        raise ValueError(f"no such model can be built: {str(error).splitlines()[0]}") from error
+
+
+def _check_counts(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+    """Even a model without memory is built one by one in some respects: these are held to the weights before."""
+    # A layer has some tensor at least.
+    if config.n_layer > len(tensors):
+        raise ValueError(f"the config has {config.n_layer} layers, but there are {len(tensors)} tensors in all")
+    longest = max((axis for tensor in tensors.values() for axis in tensor.shape), default=0)
+    gate = config.multi_gate
+    if gate is not None:
+        gates = len(config.order) if gate.per_virtual_layer else config.n_layer
+        if gates > len(tensors) or gate.n_streams > longest:
+            raise ValueError(f"the weights have no {gates} gates with n_streams = {gate.n_streams}")
+    values = {**asdict(config.block), "vocab_size": config.vocab_size, "d_intermediate": config.d_intermediate}
+    large = {name: value for name, value in values.items() if type(value) is int and value > max(longest, PLAUSIBLE)}
+    if large:
+        told = ", ".join(f"{name} = {value}" for name, value in large.items())
+        raise ValueError(f"the config has {told}, but no tensor has an axis above {longest}")
 
 
 def check_tensors(model: LanguageModel, tensors: dict[str, Tensor]) -> None:

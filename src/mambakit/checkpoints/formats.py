@@ -2,20 +2,27 @@
 
 import warnings
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mambakit.blocks.config import BlockConfig
+from mambakit.blocks.config import BlockConfig, from_plain
 from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.checkpoints import official, transformers
+from mambakit.checkpoints.fields import Lint, same
 from mambakit.checkpoints.files import read_json
 from mambakit.checkpoints.fitting import EMBEDDING
 from mambakit.models.language_model import ModelConfig
+from mambakit.models.multi_gate import MultiGateConfig
+from mambakit.models.schedules import Custom, Cyclic
 
 VERSION = 1
 MODEL_TYPE = "mambakit"
 """By this field transformers finds the class of a model; see `compat/auto.py`."""
+
+
+PARTS = ("block", "virtual", "multi_gate")
+"""Fields of a model that have fields of their own."""
 
 
 class Format(NamedTuple):
@@ -41,9 +48,27 @@ def read_own(values: dict[str, Any]) -> ModelConfig:
     if values.get("model_type", MODEL_TYPE) != MODEL_TYPE:
         raise ValueError(f"model_type = {values['model_type']!r}, expected {MODEL_TYPE!r}")
     try:
+        _check_own(values["model"])
         return ModelConfig.from_dict(values["model"])
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"model has a field of the wrong type, or lacks one: {error}") from error
+
+
+def _check_own(model: dict[str, Any]) -> None:
+    """ValueError names all fields of the wrong type, and counts above all measure."""
+    lint = Lint()
+    parts: list[tuple[str, type, dict[str, Any]]] = [
+        ("model.", ModelConfig, model),
+        ("model.multi_gate.", MultiGateConfig, model.get("multi_gate") or {}),
+        *(("model.virtual.", kind, model.get("virtual") or {}) for kind in (Cyclic, Custom)),
+    ]
+    block = model.get("block") or {}
+    if block.get("family") in FAMILIES:
+        parts.append(("model.block.", FAMILIES[block["family"]].config, block))
+    for where, kind, values in parts:
+        names = [field.name for field in fields(kind) if field.name not in PARTS]
+        lint.types(kind, {name: from_plain(value) for name, value in values.items()}, same(*names), where)
+    lint.close()
 
 
 def write_own(config: ModelConfig) -> dict[str, Any]:

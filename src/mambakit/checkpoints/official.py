@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from mambakit.blocks.family import FAMILIES, family_of
-from mambakit.checkpoints.fields import Lint, renamed, same
+from mambakit.checkpoints.fields import Lint, renamed, same, shown
 from mambakit.models.language_model import ModelConfig
 
 DEFAULTS = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277}
@@ -54,10 +54,10 @@ def read(values: dict[str, Any]) -> ModelConfig:
     lint.unknown(values, MODEL | WIDTH)
     lint.types(ModelConfig, values, MODEL)
     if attention:
-        lint.add(f"attn_layer_idx = {attention}: layers of attention are not supported, only Mamba layers")
+        lint.add(f"attn_layer_idx = {shown(attention)}: layers of attention are not supported, only Mamba layers")
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else ssm
     if not isinstance(layer, str) or layer not in LAYERS:
-        lint.add(f"ssm_cfg.layer = {layer!r} is unknown, expected one of {', '.join(LAYERS)}")
+        lint.add(f"ssm_cfg.layer = {shown(layer)} is unknown, expected one of {', '.join(LAYERS)}")
         lint.close()
     family = LAYERS[layer]
     ssm = {name: value for name, value in ssm.items() if name not in IGNORED_IN_BLOCK}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 from mambakit.blocks.family import FAMILIES, family_of
-from mambakit.checkpoints.fields import Lint, renamed, same
+from mambakit.checkpoints.fields import Lint, renamed, same, shown
 from mambakit.models.language_model import ModelConfig
 
 FAMILY = {"mamba": "mamba1", "mamba2": "mamba2"}
@@ -45,7 +45,13 @@ BLOCK = {
         "time_step_init_scheme": "dt_init",
         **SHARED,
     },
-    "mamba2": {"head_dim": "per_head_dim", "n_groups": "ngroups", "time_step_limit": "dt_limit", **SHARED},
+    "mamba2": {
+        "head_dim": "per_head_dim",
+        "n_groups": "ngroups",
+        "time_step_limit": "dt_limit",
+        "layer_norm_epsilon": "norm_eps",  # of the gated norm, as of all others
+        **SHARED,
+    },
 }
 IGNORED = {
     *("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
@@ -71,12 +77,7 @@ IMPLIED: dict[str, Callable[[Any], Any]] = {
 """Fields that repeat others, or have one value in every model here."""
 IMPLIED_IN: dict[str, dict[str, Callable[[Any], Any]]] = {
     "mamba1": IMPLIED,
-    "mamba2": {
-        **IMPLIED,
-        "num_heads": lambda config: config.block.nheads,
-        # The gated norm takes it too, and ours is fixed.
-        "layer_norm_epsilon": lambda config: 1e-5,
-    },
+    "mamba2": {**IMPLIED, "num_heads": lambda config: config.block.nheads},
 }
 
 
@@ -84,7 +85,7 @@ def read(values: dict[str, Any]) -> ModelConfig:
     """The gated norm of Mamba-2 is taken per group, as in the official code."""
     model_type = values["model_type"]
     if not isinstance(model_type, str) or model_type not in FAMILY:
-        raise ValueError(f"model_type = {model_type!r} is not supported, expected {' or '.join(FAMILY)}")
+        raise ValueError(f"model_type = {shown(model_type)} is not supported, expected {' or '.join(FAMILY)}")
     family = FAMILY[model_type]
     implied = IMPLIED_IN[family]
     values = {name: value for name, value in values.items() if name not in IGNORED | IGNORED_IN[family]}
@@ -98,7 +99,7 @@ def read(values: dict[str, Any]) -> ModelConfig:
     config = lint.build(family, model, renamed(values, BLOCK[family]))
     for name in implied.keys() & values.keys():
         if values[name] != implied[name](config):
-            lint.add(f"{name} = {values[name]!r}, but only {implied[name](config)!r} goes with the other fields")
+            lint.add(f"{name} = {shown(values[name])}, but only {implied[name](config)!r} goes with the other fields")
     lint.close()
     return config
 

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -81,11 +82,26 @@ def _divide(tensors: dict[str, Tensor], max_bytes: int | None) -> list[list[str]
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     plain = {name: _plain(tensor) for name, tensor in tensors.items()}
     if path.suffix == ".safetensors":
-        # transformers asks for this mark.
-        save_file(plain, path, metadata={"format": "pt"})
+        try:
+            # transformers asks for this mark.
+            save_file(plain, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the disk said
+            raise OSError(f"{path}: {error}") from error
     else:
-        torch.save(plain, path)
+        write_pickle(plain, path)
     sync(path)
+
+
+def write_pickle(values: dict[str, Any], path: Path) -> None:
+    """By torch.save, for its weights-only loader. OSError as when the disk is full."""
+    with open(path, "wb") as file:
+        try:
+            torch.save(values, file)
+        except RuntimeError as error:
+            # torch's writer hides what the file said.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _plain(tensor: Tensor) -> Tensor:

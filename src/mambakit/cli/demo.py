@@ -21,8 +21,10 @@ from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.text.documents import Document, hold_out, standard_library
 from mambakit.text.tokens import Bytes
 from mambakit.training.batches import Rows, encode
+from mambakit.training.lock import LOCK, alone_in
 from mambakit.training.loop import HeldOut, Trainer
-from mambakit.training.run import LOG, MODEL, read_log, train
+from mambakit.training.processes import Ranks
+from mambakit.training.run import LOG, MODEL, go_on, read_log
 from mambakit.training.settings import TrainSettings
 
 EXAMPLE = "mambakit demo --out mambakit-demo"
@@ -55,15 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     settings = TrainSettings(**{**SETTINGS, "steps": args.steps})
+    out, ranks = Path(args.out), Ranks()
+    with alone_in(out, ranks):
+        show(args, settings, out, ranks)
+
+
+def show(args: argparse.Namespace, settings: TrainSettings, out: Path, ranks: Ranks) -> None:
     began = time.perf_counter()
-    out = fresh_folder(Path(args.out))
+    make_empty(out)
     for_training, held_out = hold_out(standard_library(), SHARE)
     print(
         f"text: {size_of(for_training) / 1e6:.1f} MB in {len(for_training)} files of Python's standard library "
         f"to learn from, {size_of(held_out) / 1e6:.2f} MB in {len(held_out)} other files to be judged by",
         file=sys.stderr,
     )
-    bits, size = learn(for_training, held_out, settings, out)
+    bits, size = learn(for_training, held_out, settings, out, ranks)
     compressed = compress_all([content for _, content in held_out])
     sample = write_sample(out, None if args.json else sys.stdout)
     report = {
@@ -90,19 +98,22 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def fresh_folder(out: Path) -> Path:
-    """An empty folder, or one that an earlier demo left, emptied."""
-    if out.exists():
-        if not out.is_dir() or (any(out.iterdir()) and not (out / REPORT).exists()):
-            raise ValueError(f"{out} is there and not from an earlier demo; choose another --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
+def make_empty(out: Path) -> None:
+    """Remove what an earlier demo left; ValueError if there is anything else."""
+    inside = [path for path in out.iterdir() if path.name != LOCK]
+    if inside and not (out / REPORT).exists():
+        raise ValueError(f"{out} is there and not from an earlier demo; choose another --out")
+    for path in inside:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     (out / REPORT).write_text("{}\n", encoding="utf-8")
-    return out
 
 
 def learn(
-    for_training: Sequence[Document], held_out: Sequence[Document], settings: TrainSettings, out: Path
+    for_training: Sequence[Document],
+    held_out: Sequence[Document],
+    settings: TrainSettings,
+    out: Path,
+    ranks: Ranks,
 ) -> tuple[float, int]:
     """Train and save; bits per byte of the held-out files and the number of parameters."""
     tokens = Bytes()
@@ -110,9 +121,9 @@ def learn(
     model = LanguageModel(ModelConfig(block=BLOCK, n_layer=LAYERS, vocab_size=tokens.vocab_size))
     rows = Rows(encode(for_training, tokens), tokens.end, settings)
     judged = HeldOut(encode(held_out, tokens), [len(content) for _, content in held_out])
-    trainer = Trainer(model, settings, rows, judged)
+    trainer = Trainer(model, settings, rows, judged, ranks)
     with All([progress(settings, 1 / math.log(2))]) as watch:
-        bits = train(trainer, out, tokens, watch)
+        bits = go_on(trainer, out, tokens, watch)
     return bits, sum(parameter.numel() for parameter in model.parameters())
 
 

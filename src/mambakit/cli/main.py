@@ -51,9 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError) as error:
-        print(f"mambakit {args.verb}: {error}", file=sys.stderr)
+        print(f"mambakit {args.verb}: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
+
+
+def one_line(text: str) -> str:
+    """Whatever a file made an error say: no line breaks, and nothing that a terminal would obey."""
+    text = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 if __name__ == "__main__":

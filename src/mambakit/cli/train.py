@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,54 +12,29 @@ import torch
 
 from mambakit.blocks.family import FAMILIES
 from mambakit.cli.progress import All, TensorBoard, progress
+from mambakit.cli.run_options import (
+    CHANGEABLE,
+    OPTIONS,
+    RUN,
+    SPARE,
+    UNFINISHED,
+    holds_run,
+    read_options,
+    with_defaults,
+    write_options,
+)
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.text.documents import Document, hold_out, read_documents, standard_library
 from mambakit.text.tokens import Bytes, TokenizerFile
 from mambakit.training.batches import Rows, encode
+from mambakit.training.lock import alone_in
 from mambakit.training.loop import HeldOut, Trainer
 from mambakit.training.processes import Ranks
-from mambakit.training.run import CHECKPOINTS, MODEL, train
+from mambakit.training.run import CHECKPOINTS, MODEL, go_on
 from mambakit.training.run_checkpoints import RunCheckpoints
-from mambakit.training.settings import BOUNDARIES, FREE, OPTIMIZERS, PARALLEL, SCHEDULES, TrainSettings
+from mambakit.training.settings import PARALLEL, TrainSettings
 
 EXAMPLE = "mambakit train notes/ book.txt --out run --steps 2000 --optimizer muon"
-RUN = "run.json"
-"""The options of a run, for `--resume`."""
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "tokenizer": {"default": None, "metavar": "FILE", "help": "a tokenizer.json; default: bytes"},
-    "binary": {"default": False, "action": "store_true", "help": "take files with zero bytes as they are"},
-    "held_out": {"default": 0.05, "type": float, "help": "share of the text to evaluate on"},
-    "family": {"default": "mamba3", "choices": FAMILIES, "help": "which block"},
-    "d_model": {"default": 256, "type": int, "help": "width"},
-    "layers": {"default": 4, "type": int, "help": "number of blocks"},
-    "state_rank": {"default": None, "type": int, "help": "state entries per channel; default: the family's"},
-    "head_dim": {"default": 64, "type": int, "help": "channels per head, in families that have heads"},
-    "mimo_rank": {"default": 1, "type": int, "help": "writes and reads per token, in families that can have several"},
-    "mlp": {"default": 0, "type": int, "help": "hidden width of an MLP after each block"},
-    "steps": {"default": 1000, "type": int, "help": "steps of the optimizer"},
-    "batch": {"default": 8, "type": int, "help": "rows per step, over all processes"},
-    "seq_len": {"default": 512, "type": int, "help": "tokens of a row that gradients reach back through"},
-    "segment_len": {"default": None, "type": int, "help": "keep activations of so many tokens only"},
-    "accumulate": {"default": 1, "type": int, "help": "parts in which a step's rows are gone through"},
-    "boundaries": {"default": "reset", "choices": BOUNDARIES, "help": "the state where a document ends"},
-    "optimizer": {"default": "adamw", "choices": OPTIMIZERS, "help": "which optimizer"},
-    "lr": {"default": None, "type": float, "help": "peak learning rate; default: 0.002, with muon 0.005"},
-    "weight_decay": {"default": 0.1, "type": float, "help": "of matrices"},
-    "clip": {"default": 1.0, "type": float, "help": "longest gradient"},
-    "schedule": {"default": "cosine", "choices": SCHEDULES, "help": "how the learning rate falls"},
-    "warmup": {"default": 100, "type": int, "help": "steps in which the learning rate rises"},
-    "decay": {"default": 0.2, "type": float, "help": "share of the steps in which wsd falls"},
-    "floor": {"default": 0.1, "type": float, "help": "where the learning rate ends, as a share of its peak"},
-    "autocast": {"default": None, "choices": ("bfloat16",), "help": "compute in this dtype where it is safe"},
-    "seed": {"default": 0, "type": int, "help": "of weights and of the order of documents"},
-    "evaluate_every": {"default": 250, "type": int, "help": "steps between evaluations"},
-    "evaluate_bytes": {"default": 200_000, "type": int, "help": "held-out text of each but the last"},
-    "save_every": {"default": 250, "type": int, "help": "steps between checkpoints"},
-    "tensorboard": {"default": True, "action": argparse.BooleanOptionalAction, "help": "log to DIR/logs"},
-}
-CHANGEABLE = FREE | {"tensorboard"}
-"""Options that need not stay the same when a run is resumed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,13 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(args).items() if name in OPTIONS}
-    out = Path(args.out)
+    if given.get("tokenizer"):
+        given["tokenizer"] = str(Path(given["tokenizer"]).resolve())
+    out, data = Path(args.out), [str(Path(path).resolve()) for path in args.data]
     ranks = Ranks(args.parallel, args.device)
     try:
-        options = resumed(out, given, args.data) if args.resume else begun(out, given, args.data)
-        # All ranks have read what is there before the first one writes.
-        ranks.gather(None)
-        final, bytes_read = start(options, out, ranks)
+        with alone_in(out, ranks):
+            options, notes = resumed(out, given, data) if args.resume else (begun(out, given, data), [])
+            # All ranks have read what is there before the first one writes.
+            ranks.gather(None)
+            final, bytes_read = start(options, out, ranks, notes)
     finally:
         ranks.close()
     if not ranks.is_first:
@@ -99,36 +76,27 @@ def run(args: argparse.Namespace) -> None:
 
 def begun(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
     """The options of a new run."""
-    if (out / RUN).exists():
+    if holds_run(out):
         raise ValueError(f"{out} holds a run already; --resume goes on with it, another --out starts anew")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    # Not there on a machine that does not see the first rank's disk.
+    if out.exists() and any(path.name not in UNFINISHED for path in out.iterdir()):
         raise ValueError(f"{out} is not an empty folder; choose another --out")
-    options = {name: option["default"] for name, option in OPTIONS.items()} | dict(given)
-    options["data"] = [str(Path(path).resolve()) for path in data]
-    if options["tokenizer"]:
-        options["tokenizer"] = str(Path(options["tokenizer"]).resolve())
-    if options["lr"] is None:
-        options["lr"] = 5e-3 if options["optimizer"] == "muon" else 2e-3
-    return options
+    return with_defaults({**given, "data": data})
 
 
-def resumed(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
-    """The options of the run in `out`. Of those given again, some may differ."""
-    if not (out / RUN).exists():
+def resumed(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of the run in `out`, of which some may be given anew, and what was found damaged."""
+    if not holds_run(out):
         raise ValueError(f"{out} holds no run to resume: there is no {RUN} in it")
-    options = json.loads((out / RUN).read_text("utf-8"))
-    again = dict(given)
-    if data:
-        again["data"] = [str(Path(path).resolve()) for path in data]
-    if again.get("tokenizer"):
-        again["tokenizer"] = str(Path(again["tokenizer"]).resolve())
+    options, notes = read_options(out)
+    again = {**given, "data": data} if data else dict(given)
     for name, value in again.items():
         if name not in CHANGEABLE and value != options[name]:
             raise ValueError(f"the run in {out} has {name} = {options[name]!r}; resuming cannot make it {value!r}")
-    return options | again
+    return options | again, [f"{note}; {SPARE} beside it is used" for note in notes]
 
 
-def start(options: dict[str, Any], out: Path, ranks: Ranks) -> tuple[float, int]:
+def start(options: dict[str, Any], out: Path, ranks: Ranks, noted: Sequence[str] = ()) -> tuple[float, int]:
     """Train as the options say; bits per byte of the held-out text, and its size."""
     documents, notes = read_documents(options["data"], binary=options["binary"]) if options["data"] else library()
     tokens = TokenizerFile(Path(options["tokenizer"])) if options["tokenizer"] else Bytes()
@@ -150,9 +118,9 @@ def start(options: dict[str, Any], out: Path, ranks: Ranks) -> tuple[float, int]
             watches.append(TensorBoard(out / "logs", step, bits_per_nat))
     with All(watches) as watch:
         size = sum(p.numel() for p in model.parameters())
-        for note in (*notes, f"{size:,} parameters, {rows.tokens:,} tokens in {len(for_training)} documents"):
+        for note in (*noted, *notes, f"{size:,} parameters, {rows.tokens:,} tokens in {len(for_training)} documents"):
             watch.note(note)
-        return train(trainer, out, tokens, watch), sum(bytes_of)
+        return go_on(trainer, out, tokens, watch), sum(bytes_of)
 
 
 def library() -> tuple[list[Document], list[str]]:
@@ -178,10 +146,3 @@ def check_same_text(options: dict[str, Any], documents: Sequence[Document]) -> N
     found = digest.hexdigest()
     if options.setdefault("text", found) != found:
         raise ValueError("the text has changed since the run began; a run goes on with the same files only")
-
-
-def write_options(out: Path, options: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    fresh = out / f".{RUN}.tmp"
-    fresh.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, out / RUN)

@@ -16,6 +16,7 @@ FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_laye
 """Arguments of modified copies of the package, Vision Mamba's and its relatives'."""
 
 ACTIVATIONS = (None, "silu", "swish")
+NARROW = (torch.float16, torch.bfloat16)
 
 
 def in_the_order(names: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -72,6 +73,11 @@ def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
     if not any(t is not None and t.dtype in (torch.float64, torch.complex128) for t in tensors):
         return tensors
     return tuple(None if t is None else t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tensors)
+
+
+def in_full_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """`in_one_precision`, and none narrower than float32: official kernels round their output and nothing before it."""
+    return tuple(t if t is None or t.dtype not in NARROW else t.float() for t in in_one_precision(*tensors))
 
 
 def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:

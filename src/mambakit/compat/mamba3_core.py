@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mambakit.compat.arguments import in_one_precision
+from mambakit.compat.arguments import in_full_precision, in_one_precision
 from mambakit.compat.packing import from_rows, last_in_rows, packed, to_rows
 from mambakit.ops.rotation import rotate, running_angle
 from mambakit.ops.shapes import bind
@@ -56,7 +56,7 @@ def expand(x_XXhp: Tensor, weight_hmp: Tensor | None) -> Tensor:
 
 
 def scan(inputs: tuple[Any, ...], states: Any, cu_seqlens: Tensor | None, pairing: str) -> tuple[Tensor, States]:
-    """Bias, rotate, scan, skip: `y_bsmhp` and the states after each row or packed sequence.
+    """Bias, rotate, scan, skip: `y_bsmhp` in at least float32 and the states after each row or packed sequence.
 
     `inputs` are, in this order, `Q`, `K` (b, s, m, g, r), `V` (b, s, h, p), `ADT`, `DT`, `Trap` (b, h, s), `Q_bias`,
     `K_bias` (h, m, r), `MIMO_V` (h, m, p), `Angles` (b, s, h, a) and `D` (h).
@@ -84,9 +84,10 @@ def scan(inputs: tuple[Any, ...], states: Any, cu_seqlens: Tensor | None, pairin
     c_bsmhr, b_bsmhr = (
         rotate(biased(t, bias), angle_bsha, pairing).to(V.dtype) for t, bias in ((Q, Q_bias), (K, K_bias))
     )
-    v_bsmhp = expand(V, MIMO_V)
     carried = () if states is None else (states.ssm_bhpr, expand(states.v_bhp, MIMO_V), states.k_bmhr)
-    y_bsmhp, state_bhpr = trapezoid(v_bsmhp, b_bsmhr, c_bsmhr, da_bsh, dt_bsh, lambda_bsh, *carried)
+    # In float32 from here on: the output is rounded once, after skip and gate.
+    v_bsmhp, b_wide, c_wide, *carried = in_full_precision(expand(V, MIMO_V), b_bsmhr, c_bsmhr, *carried)
+    y_bsmhp, state_bhpr = trapezoid(v_bsmhp, b_wide, c_wide, da_bsh, dt_bsh, lambda_bsh, *carried)
     if D is not None:
         y_bsmhp = y_bsmhp + D[:, None] * v_bsmhp
     if layout is None:

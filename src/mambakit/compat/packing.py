@@ -20,6 +20,11 @@ def segments_of(seq_idx: Tensor | None, batch: int, length: int) -> Tensor | Non
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(1)
 
 
+def hide_padding(y_bsX: Tensor, seq_idx: Tensor | None) -> Tensor:
+    """Zero where an id is negative, which officially is no sequence."""
+    return y_bsX if seq_idx is None else y_bsX.masked_fill((seq_idx < 0)[..., None], 0)
+
+
 def packed(x_bsX: Tensor, cu_seqlens: Tensor, seq_idx: Tensor | None = None) -> Layout:
     """Where the sequences of a batch of one lie in rows of their own. `seq_idx`, if given, has to say the same."""
     rows = check_packing(cu_seqlens, x_bsX)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mambakit.blocks.modules import CausalConv1d
-from mambakit.compat.packing import from_rows, packed, segments_of, to_rows
+from mambakit.compat.packing import from_rows, hide_padding, packed, segments_of, to_rows
 from mambakit.ops.causal_conv import correlate
+from mambakit.ops.ssd_path import SsdPath
 
 
 class Stateful:
@@ -35,11 +36,7 @@ class Stateful:
         elif initialize_states:
             write(memory[self.layer_idx], [torch.zeros_like(state) for state in memory[self.layer_idx]])
         states = memory[self.layer_idx]
-        if states[0].shape[0] != batch_size:
-            raise ValueError(
-                f"layer {self.layer_idx} has states of {states[0].shape[0]} sequences, but {batch_size} came; "
-                "use new InferenceParams"
-            )
+        check_rows(self.layer_idx, states, batch_size)
         return states
 
     def run_or_step(
@@ -64,10 +61,12 @@ class Stateful:
         fresh = self.fresh_cache(rows)
         if cu_seqlens is not None:
             layout = packed(x_bsd, cu_seqlens, seq_idx)
-            out, cache = self.continue_from(to_rows(layout, x_bsd), fresh, None, layout.lengths_r)
+            ids_rl = None if seq_idx is None else to_rows(layout, seq_idx[..., None])[..., 0]
+            out, cache = self.continue_from(to_rows(layout, x_bsd), fresh, None, layout.lengths_r, ids_rl)
             out = from_rows(layout, out, x_bsd.shape[1])
         else:
-            out, cache = self.continue_from(x_bsd, fresh, segments_of(seq_idx, *x_bsd.shape[:2]))
+            segments_bs = segments_of(seq_idx, *x_bsd.shape[:2])
+            out, cache = self.continue_from(x_bsd, fresh, segments_bs, None, seq_idx)
         if states is not None:
             write(states, self.states_of(cache))
         return out
@@ -80,9 +79,15 @@ class Stateful:
         return cache
 
     def continue_from(
-        self: Any, x_bsd: Tensor, cache: Any, segments_bs: Tensor | None = None, lengths_b: Tensor | None = None
+        self: Any,
+        x_bsd: Tensor,
+        cache: Any,
+        segments_bs: Tensor | None = None,
+        lengths_b: Tensor | None = None,
+        ids_bs: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        return self.run(x_bsd, cache, None, segments_bs, lengths_b)
+        """Our block from a cache of ours; a convolution's output is zero where `ids_bs` is negative."""
+        return self.run(x_bsd, cache, SsdPath(), segments_bs, lengths_b)
 
 
 class WithConvolution(Stateful):
@@ -92,9 +97,14 @@ class WithConvolution(Stateful):
     """Makes a cache of ours of the two states."""
 
     def continue_from(
-        self: Any, x_bsd: Tensor, cache: Any, segments_bs: Tensor | None = None, lengths_b: Tensor | None = None
+        self: Any,
+        x_bsd: Tensor,
+        cache: Any,
+        segments_bs: Tensor | None = None,
+        lengths_b: Tensor | None = None,
+        ids_bs: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        return type(self).run(WithWindow(self), x_bsd, cache, None, segments_bs, lengths_b)
+        return type(self).run(WithWindow(self, ids_bs), x_bsd, cache, SsdPath(), segments_bs, lengths_b)
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One token (b, 1, d); the states are updated in place and returned."""
@@ -109,6 +119,13 @@ class WithConvolution(Stateful):
         """Zero states: convolution (b, v, k) and ssm (b, .., r), the latter at least float32 unless `dtype` says."""
         states = tuple(self.fresh_cache(batch_size))
         return states if dtype is None else tuple(state.to(dtype) for state in states)
+
+
+def check_rows(layer_idx: int | None, states: Sequence[Tensor], rows: int) -> None:
+    if len(states[0]) != rows:
+        raise ValueError(
+            f"layer {layer_idx} has states of {len(states[0])} sequences, but {rows} came; use new InferenceParams"
+        )
 
 
 def write(states: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -150,12 +167,17 @@ def without_padding(conv: Any) -> Callable[[Tensor], Tensor]:
 
 
 class WithWindow:
-    """A block as its `run` wants it: `conv1d` takes the inputs before the sequence in place of the padding."""
+    """A block as its `run` wants it: `conv1d` takes the inputs before the sequence in place of the padding.
 
-    def __init__(self, block: Any, **changed: Any):
+    Tokens with a negative id have nothing to scan, so zero comes out of scan, skip, gate and norm.
+    """
+
+    def __init__(self, block: Any, ids_bs: Tensor | None = None, **changed: Any):
         self.block = block
         self.config = replace(block.config, **changed) if changed else block.config
         self.conv1d = without_padding(block.conv1d)
+        if ids_bs is not None:
+            self.gate = lambda *around: hide_padding(block.gate(*around), ids_bs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)

@@ -5,6 +5,7 @@ stands in a model's way; such a model is stepped module by module.
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Decoder:
     """`logits_bw = decoder.step(ids_b)` after `decoder.load(cache)`; `cache()` is the cache at any time.
 
     The weights are those of the model when this was made: their memory is read where it lies, so training on shows
-    after the next `load`, but a parameter that is replaced does not.
+    after the next `load`, but a parameter that is replaced does not, nor do other numbers, hooks or modules.
     """
 
     def __init__(self, model: LanguageModel, backend: str = "cpu"):
@@ -143,11 +144,13 @@ def packed(model: LanguageModel) -> decode.Model:
 def packed_layer(layer: Any) -> decode.Layer:
     block, mlp = layer.mixer, getattr(layer, "mlp", None)
     step = step_of(block)
+    # Aliases, for a parameter may be replaced while everything else is read where it lay.
+    own = SimpleNamespace(**{name: tensor.detach() for name, tensor in block.named_parameters(recurse=False)})
     owners = [(owner, name) for owner in (block, mlp) for name in MATRICES if hasattr(owner, name)]
     return decode.Layer(
         step=step.operation.name,
         fields=step.fields(block),
-        prepared=lambda: step.prepared(block),
+        prepared=lambda: step.prepared(own),
         matrices={name: getattr(owner, name).stored() for owner, name in owners},
         norm=packed_norm(layer.norm),
         norm2=None if mlp is None else packed_norm(layer.norm2),

@@ -1,5 +1,6 @@
 """Continue prompts: read them in pieces, choose tokens one by one, give each out as it comes."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,49 +14,6 @@ from mambakit.inference.prompts import Ids, Prompts, Stop, read_prompts, read_st
 from mambakit.inference.sampling import Sampler, check_count, row_seeds, uniform
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.backends import check_backend, use_backend
-
-
-def generate(
-    model: LanguageModel,
-    ids: Ids,
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    stop: Stop | None = None,
-    seed: int | Sequence[int] | None = None,
-    cache: Any = None,
-    mask_bs: Tensor | None = None,
-    pad_id: int = 0,
-    prefill_chunk: int = 512,
-    prefix_cache: PrefixCache | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """The tokens that follow the prompts, `[batch, new]`: all that `Stream` gives with the same arguments."""
-    run = Stream(
-        model,
-        ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop,
-        seed=seed,
-        cache=cache,
-        mask_bs=mask_bs,
-        pad_id=pad_id,
-        prefill_chunk=prefill_chunk,
-        prefix_cache=prefix_cache,
-        backend=backend,
-    )
-    for _ in run:
-        pass
-    return run.tokens
 
 
 class Stream(Iterator[Tensor]):
@@ -221,24 +179,33 @@ def prefill(model: LanguageModel, prompts: Prompts, cache: Any, chunk: int) -> t
 
 def prefill_by_prefix(model: LanguageModel, prompts: Prompts, known: PrefixCache, chunk: int) -> tuple[Tensor, Any]:
     """`prefill`, row by row, each from its longest known prefix; later rows may continue from earlier ones."""
-    known.serve(model)
+    served = known.serve(model)
     rows = zip(prompts.ids_bs, prompts.length_b.tolist(), strict=True)
-    ends = [prefill_one(model, ids_s[:length], known, chunk) for ids_s, length in rows]
+    ends = [prefill_one(model, ids_s[:length], known, served, chunk) for ids_s, length in rows]
     return torch.cat([x_1d for x_1d, _ in ends]), concat([cache for _, cache in ends])
 
 
-def prefill_one(model: LanguageModel, ids_s: Tensor, known: PrefixCache, chunk: int) -> tuple[Tensor, Any]:
+def prefill_one(model: LanguageModel, ids_s: Tensor, known: PrefixCache, served: int, chunk: int) -> tuple[Tensor, Any]:
     ids = ids_s.tolist()
-    prefix = known.longest(ids)
-    start, x_1d, cache = (0, None, None) if prefix is None else prefix
+    prefix = known.longest(served, ids)
+    start, x_1d, cache = (0, None, None) if prefix is None else prefix[:3]
     while start < len(ids):
         # Up to the next multiple of `chunk`, wherever this starts: what is kept there is found by other prompts.
         end = min(start - start % chunk + chunk, len(ids))
         x_1sd, cache = model.backbone(model.embed(ids_s[None, start:end]), cache)
         x_1d, start = x_1sd[:, -1], end
-        known.keep(ids[:end], x_1d, cache)
+        known.keep(served, ids[:end], x_1d, cache)
     assert x_1d is not None
     return x_1d, cache
 
 
+def generate(model: LanguageModel, ids: Ids, **options: Any) -> Tensor:
+    """The tokens that follow the prompts, `[batch, new]`: all that `Stream` gives with the same arguments."""
+    run = Stream(model, ids, **options)
+    for _ in run:
+        pass
+    return run.tokens
+
+
+generate.__signature__ = inspect.signature(Stream).replace(return_annotation=Tensor)  # type: ignore[attr-defined]
 stream = Stream

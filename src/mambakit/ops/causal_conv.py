@@ -109,19 +109,20 @@ def convolve_in_parts(
         *parts, after_bvk = kernel(*tensors, segments_bs, lengths_b, widths, silu)
         window_dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype
         return [part.to(x_bsv.dtype) for part in parts], after_bvk.to(window_dtype)
+    # Rounded once: what SiLU takes is at least float32.
+    wide_bsv = cast(x_bsv, torch.promote_types(x_bsv.dtype, torch.float32)) if silu else x_bsv
     if s == 1 and lengths_b is None:
-        y_bsv, window_bvk = convolve_one_token(*tensors)
+        window_bvk = x_bsv.new_zeros(len(x_bsv), *weight_vk.shape) if window_bvk is None else window_bvk
+        y_bsv, window_bvk = convolve_one_token(wide_bsv, weight_vk, bias_v, window_bvk)
     else:
-        y_bsv = convolve(*tensors, segments_bs)
+        y_bsv = convolve(wide_bsv, weight_vk, bias_v, window_bvk, segments_bs)
         window_bvk = last_inputs(x_bsv, window_bvk, weight_vk.shape[1], segments_bs, lengths_b)
-    return list((F.silu(y_bsv) if silu else y_bsv).split(widths, dim=-1)), window_bvk
+    return list(cast(F.silu(y_bsv) if silu else y_bsv, x_bsv.dtype).split(widths, dim=-1)), window_bvk
 
 
 def convolve_one_token(
-    x_b1v: Tensor, weight_vk: Tensor, bias_v: Tensor | None, window_bvk: Tensor | None
+    x_b1v: Tensor, weight_vk: Tensor, bias_v: Tensor | None, window_bvk: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if window_bvk is None:
-        window_bvk = x_b1v.new_zeros(len(x_b1v), *weight_vk.shape)
     # Channels last in memory: numbers that are added up lie apart, which is faster.
     window_bvk = torch.cat((window_bvk.mT[:, 1:], cast(x_b1v, window_bvk.dtype)), 1).mT
     wide = torch.promote_types(x_b1v.dtype, torch.float32)

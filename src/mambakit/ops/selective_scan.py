@@ -74,11 +74,12 @@ def selective_scan(
     if dt_bias_i is not None:
         dt_bsi = dt_bsi.to(torch.promote_types(dt_bsi.dtype, torch.float32)) + dt_bias_i
     dt_bsi = softplus(dt_bsi) if dt_softplus else dt_bsi
-    # Rounded to the dtype of x once, at the end.
-    wide_bsi = x_bsi.to(torch.promote_types(x_bsi.dtype, torch.float32))
+    # Rounded once, at the end.
+    wide = torch.promote_types(x_bsi.dtype, torch.float32)
+    wide_bsi = x_bsi if skip_i is None and z_bsi is None else x_bsi.to(wide)
     y_bsi, last_bir = scan_plainly(wide_bsi, dt_bsi, a_ir.to(dtype), b_bsgr, c_bsgr, state_bir, fresh_bs)
     y_bsi = y_bsi if skip_i is None else y_bsi + skip_i * wide_bsi
-    y_bsi = y_bsi if z_bsi is None else y_bsi * F.silu(z_bsi.to(wide_bsi.dtype))
+    y_bsi = y_bsi if z_bsi is None else y_bsi * F.silu(z_bsi.to(wide))
     return y_bsi.to(x_bsi.dtype), last_bir
 
 

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import reprlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,8 @@ class TokenizerFile:
     def __init__(self, path: Path, end: int | None = None):
         self.path = path
         self._tokenizer = _read_tokenizer(path)
-        size = self._tokenizer.get_vocab_size()
+        # Not their number: ids may have gaps.
+        size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         named = [end, *(self._tokenizer.token_to_id(name) for name in END_NAMES), size]
         self.end: int = next(i for i in named if i is not None)
         self.vocab_size: int = max(size, self.end + 1)
@@ -103,8 +105,8 @@ def read_tokens(model_dir: Path, chosen: str | None = None) -> Tokens:
         return Bytes() if chosen == BYTES else TokenizerFile(Path(chosen))
     described = model_dir / TEXT
     if described.is_file():
-        values = json.loads(described.read_text("utf-8"))
-        return Bytes() if values["tokens"] == BYTES else TokenizerFile(model_dir / TOKENIZER, values["end"])
+        kind, end = _read_description(described)
+        return Bytes() if kind == BYTES else TokenizerFile(model_dir / TOKENIZER, end)
     if (model_dir / TOKENIZER).is_file():
         return TokenizerFile(model_dir / TOKENIZER)
     raise ValueError(
@@ -115,6 +117,19 @@ def read_tokens(model_dir: Path, chosen: str | None = None) -> Tokens:
 
 def _describe(directory: Path, tokens: str, end: int) -> None:
     (directory / TEXT).write_text(json.dumps({"tokens": tokens, "end": end}) + "\n", encoding="utf-8")
+
+
+def _read_description(path: Path) -> tuple[str, int]:
+    """What `_describe` wrote."""
+    try:
+        values = json.loads(path.read_bytes())
+        tokens, end = values["tokens"], values["end"]
+    except (ValueError, LookupError, TypeError, RecursionError, OSError) as error:
+        raise ValueError(f'{path} is not {{"tokens": ..., "end": ...}} in JSON: {error}') from error
+    if tokens not in (BYTES, TOKENIZER) or type(end) is not int or not 0 <= end < 2**31:
+        expected = f'tokens: "{BYTES}" or "{TOKENIZER}", end: a token id'
+        raise ValueError(f"{path} has tokens: {reprlib.repr(tokens)}, end: {reprlib.repr(end)}; expected {expected}")
+    return tokens, end
 
 
 def _read_tokenizer(path: Path) -> Any:

@@ -19,6 +19,9 @@ from mambakit.training.run_checkpoints import Saved
 from mambakit.training.schedules import share_of_peak
 from mambakit.training.settings import FREE, TrainSettings
 
+SHOWN = 8
+"""So many names in a message, of more only how many."""
+
 
 class Step(NamedTuple):
     number: int
@@ -30,6 +33,8 @@ class Step(NamedTuple):
     """Of the gradient, before it was clipped."""
     stop: bool
     """A rank was asked to stop."""
+    skipped: str | None = None
+    """Why nothing was learned from it, where that is so."""
 
 
 class HeldOut(NamedTuple):
@@ -65,6 +70,8 @@ class Trainer:
         self.optimizers = Optimizers(self.model, settings, self.ranks)
         self.objective = self.ranks.averaging(Objective(self.model, settings.segment_len))
         self.step = 0
+        self.skipped = 0
+        """Steps that were passed over, in the whole run."""
         self.stop_asked = False
         own, part = settings.batch // self.ranks.world, settings.batch // parts
         starts = range(self.ranks.rank * own, (self.ranks.rank + 1) * own, part)
@@ -72,7 +79,32 @@ class Trainer:
         self._carried: list[Any] = [None] * settings.accumulate
 
     def advance(self) -> Step:
-        """One step on the next rows. A loss that is no number raises ValueError and leaves the run as it was."""
+        """One step on the next rows.
+
+        A loss or gradients that are no finite numbers raise ValueError and leave the run as it was. Up to
+        `skip_bad_steps` times in a run such rows are passed over instead: the next ones follow with fresh states.
+        """
+        try:
+            carried, loss = self._go_back()
+            norm = self.optimizers.collect()
+            total, stops, bad = self.ranks.sums(loss, float(self.stop_asked), float(not math.isfinite(norm)))
+            loss = total / self.ranks.world
+            lr = self.settings.lr * share_of_peak(self.step, self.settings)
+            problem = self._problem(loss, norm) if bad or not math.isfinite(loss) else None
+            if problem is None:
+                self.optimizers.step(lr, self.settings.clip / norm if norm > self.settings.clip else 1.0)
+            elif self.skipped < self.settings.skip_bad_steps:
+                # The states may be no numbers either.
+                carried, self.skipped = [None] * len(carried), self.skipped + 1
+            else:
+                raise ValueError(problem + self._ways_out())
+        finally:
+            self.optimizers.clear()
+        self._carried, self.step = carried, self.step + 1
+        return Step(self.step, loss, lr, norm, stops > 0, problem)
+
+    def _go_back(self) -> tuple[list[Any], float]:
+        """Gradients of the next rows on the weights; the states after these rows, and this rank's mean loss."""
         carried, loss = list(self._carried), 0.0
         for i, rows in enumerate(self._parts):
             batch = self.rows.at(self.step, rows)
@@ -87,14 +119,19 @@ class Trainer:
                     )
                 (part_loss / len(self._parts)).backward()
             loss += part_loss.item() / len(self._parts)
-        total, stops = self.ranks.sums(loss, float(self.stop_asked))
-        loss = total / self.ranks.world
-        if not math.isfinite(loss):
-            raise ValueError(f"the loss is {loss} at step {self.step + 1}; a lower learning rate (--lr) may help")
-        lr = self.settings.lr * share_of_peak(self.step, self.settings)
-        norm = self.optimizers.step(lr, self.settings.clip)
-        self._carried, self.step = carried, self.step + 1
-        return Step(self.step, loss, lr, norm, stops > 0)
+        return carried, loss
+
+    def _problem(self, loss: float, norm: float) -> str:
+        """What is wrong with this step. Every rank has to ask, and gets the same answer."""
+        labels = sorted(set().union(*self.ranks.gather(self.optimizers.not_finite())))
+        found = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
+        at = f"{found} at step {self.step + 1}"
+        return f"{at} (no finite gradient of {_some(labels)})" if labels else at
+
+    def _ways_out(self) -> str:
+        were = "1 step was" if self.skipped == 1 else f"{self.skipped} steps were"
+        before = f"{were} skipped before; " if self.skipped else ""
+        return f"; {before}a lower learning rate (--lr) may help, and --skip-bad-steps N passes over up to N such steps"
 
     def evaluate(self, at_least: int | None = None) -> float:
         """Bits per byte of held-out documents: all, or so many that they have `at_least` bytes."""
@@ -103,7 +140,10 @@ class Trainer:
             return bits_per_byte(self.model, held_out.documents_s, sum(held_out.bytes_of))
 
     def saved(self) -> Saved:
-        """The run as it stands, the same for any number of ranks. Every rank has to ask."""
+        """The run as it stands, the same for any number of ranks. Every rank has to ask.
+
+        Tensors share the run's memory, as those of `state_dict()` do: write or copy them before the next step.
+        """
         carried = None
         if self._carried[0] is not None:
             own = caches.to(caches.concat(self._carried), "cpu")
@@ -113,6 +153,7 @@ class Trainer:
             "model": self.weights(),
             "optimizers": self.optimizers.state(),
             "random": _random_state(),
+            "skipped": self.skipped,
         }
         return Saved(self.step, state, carried)
 
@@ -121,15 +162,22 @@ class Trainer:
         for name, value in asdict(self.settings).items():
             if name not in FREE and saved.state["settings"].get(name) != value:
                 raise ValueError(f"the run was made with {name} = {saved.state['settings'].get(name)!r}, not {value!r}")
+        weights, own = saved.state["model"], dict(self.model.named_parameters())
+        shapes = [{name: tensor.shape for name, tensor in named.items()} for named in (weights, own)]
+        differing = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
+        if differing:
+            raise ValueError(f"the checkpoint is of another model: {_some(sorted(differing))}")
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(share_of(saved.state["model"][name], parameter))
+            for name, parameter in own.items():
+                parameter.copy_(share_of(weights[name], parameter))
         self.optimizers.restore(saved.state["optimizers"])
         _restore_random_state(saved.state["random"])
+        self._carried = [None] * len(self._parts)
         if saved.carried is not None:
             everyone = caches.to(saved.carried, self.ranks.device)
             self._carried = [caches.select(everyone, range(rows.start, rows.stop)) for rows in self._parts]
-        self.step = saved.step
+        # Not in checkpoints from before steps could be skipped.
+        self.step, self.skipped = saved.step, saved.state.get("skipped", 0)
 
     def weights(self) -> dict[str, Tensor]:
         """Whole parameters by name, on the CPU. Every rank has to ask."""
@@ -148,6 +196,10 @@ class Trainer:
         return torch.autocast(
             self.ranks.device.type, torch.bfloat16, enabled=self.settings.autocast is not None, cache_enabled=False
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _random_state() -> dict[str, Tensor]:

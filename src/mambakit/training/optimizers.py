@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mambakit.blocks.param_groups import hand_over, maps_of, param_groups
 from mambakit.models.language_model import LanguageModel
@@ -49,25 +50,40 @@ class Optimizers:
         if muons:
             self._optimizers.append(torch.optim.Muon(muons, lr=settings.lr))
 
-    def step(self, lr: float, clip: float) -> float:
-        """One step along the gradients, no longer than `clip`; the norm they had. Gradients are gone afterwards."""
+    def collect(self) -> float:
+        """Bring the gradients to what is stepped on; the norm of all of them, the same on every rank."""
         for name, leaves in self._leaves.items():
             grad = self._weights[name].grad
             assert grad is not None, f"{name} has no gradient"
             hand_over(whole(grad), leaves)
             self._weights[name].grad = None
-        gradients = [p.grad for p in self._stepped.values() if p.grad is not None]
-        norm = float(total_norm(gradients))
-        if norm > clip:
-            for grad in gradients:
-                grad.mul_(clip / norm)
+        return float(total_norm(list(self._gradients().values())))
+
+    def step(self, lr: float, shrink: float = 1.0) -> None:
+        """One step along the collected gradients times `shrink`."""
+        if shrink != 1.0:
+            for grad in self._gradients().values():
+                grad.mul_(shrink)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            optimizer.zero_grad()
         self._give_back()
-        return norm
+
+    def clear(self) -> None:
+        """Forget all gradients, collected or not."""
+        for parameter in (*self._weights.values(), *self._stepped.values()):
+            parameter.grad = None
+
+    def not_finite(self) -> list[str]:
+        """Labels of collected gradients that are no finite numbers in this rank's share."""
+        found = {
+            label: grad.to_local() if isinstance(grad, DTensor) else grad for label, grad in self._gradients().items()
+        }
+        return [label for label, grad in found.items() if not bool(torch.isfinite(grad).all())]
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {label: p.grad for label, p in self._stepped.items() if p.grad is not None}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Momenta and counts by label, whole. Every rank has to ask."""
@@ -104,5 +120,5 @@ class Optimizers:
 
 
 def _placed(value: Tensor, parameter: Any) -> Tensor:
-    # Counts of steps are numbers that stay on the CPU.
-    return share_of(value, parameter) if value.shape == parameter.shape else value.clone()
+    """A copy, since steps are taken in place. Counts of steps are numbers that stay on the CPU."""
+    return (share_of(value, parameter) if value.shape == parameter.shape else value).clone()

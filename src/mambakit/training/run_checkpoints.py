@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 
 from mambakit.blocks import caches
-from mambakit.checkpoints.writing import sync
+from mambakit.checkpoints.writing import sync, write_pickle
 
 STATE, CARRIED, SUMS = "state.pt", "carried.safetensors", "sha256"
 NAME = re.compile(r"step-(\d{9})")
@@ -53,7 +53,7 @@ class RunCheckpoints:
         fresh = self.folder / f".{target.name}.{uuid4().hex}.tmp"
         fresh.mkdir()
         try:
-            _save_state(saved.state, fresh / STATE)
+            write_pickle(saved.state, fresh / STATE)
             if saved.carried is not None:
                 caches.save(saved.carried, fresh / CARRIED)
             sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(fresh.iterdir())]
@@ -105,17 +105,6 @@ class RunCheckpoints:
         except (OSError, ValueError) as error:
             return str(error)
         return f"{', '.join(wrong)} is not what was written" if wrong else None
-
-
-def _save_state(state: dict[str, Any], path: Path) -> None:
-    with open(path, "wb") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:
-            # torch's writer hides what the file said, such as that the disk is full.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
 
 
 def _sha256(path: Path) -> str:

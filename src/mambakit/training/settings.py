@@ -42,6 +42,8 @@ class TrainSettings(Config):
     evaluate_bytes: int = 200_000
     """Held-out text read by each evaluation but the last, which reads all."""
     save_every: int = 250
+    skip_bad_steps: int = 0
+    """Steps of the run that may be passed over because loss or gradients are no finite numbers."""
 
     def __post_init__(self) -> None:
         check_positive(self, "steps", "batch", "seq_len", "accumulate", "lr", "clip", "evaluate_every", "save_every")
@@ -53,8 +55,8 @@ class TrainSettings(Config):
                 raise ValueError(f"{name} = {getattr(self, name)!r} is unknown; choose from {', '.join(known)}")
         if self.autocast not in (None, "bfloat16"):
             raise ValueError(f"autocast = {self.autocast!r} is unknown; choose bfloat16 or None")
-        if self.warmup < 0 or self.weight_decay < 0:
-            raise ValueError("warmup and weight_decay have to be 0 or more")
+        if self.warmup < 0 or self.weight_decay < 0 or self.skip_bad_steps < 0:
+            raise ValueError("warmup, weight_decay and skip_bad_steps have to be 0 or more")
         if not 0 <= self.floor <= 1 or not 0 <= self.decay <= 1:
             raise ValueError("floor and decay are shares between 0 and 1")
         if self.batch % self.accumulate:
@@ -65,5 +67,5 @@ class TrainSettings(Config):
         return self.batch * self.seq_len
 
 
-FREE = {"evaluate_every", "evaluate_bytes", "save_every", "accumulate", "segment_len"}
+FREE = {"evaluate_every", "evaluate_bytes", "save_every", "accumulate", "segment_len", "skip_bad_steps"}
 """Settings that may change from one part of a run to the next: they leave what is computed as it is, up to rounding."""

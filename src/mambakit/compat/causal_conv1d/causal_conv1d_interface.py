@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order
-from mambakit.compat.packing import segments_of
+from mambakit.compat.packing import hide_padding, segments_of
+from mambakit.compat.slots import Slots
 from mambakit.ops.causal_conv import causal_conv
 from mambakit.ops.shapes import bind
 
@@ -26,7 +27,8 @@ def causal_conv1d_fn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Convolve `x` (b, v, s) with `weight` (v, k). Returns `out`, or `(out, final_states)` with states (b, v, k - 1).
 
-    `final_states_out` is written to and returned. As officially, packed sequences (`seq_idx`) have no states.
+    `final_states_out` is written to and returned. As officially, packed sequences (`seq_idx`) have no states, and where
+    the id is negative the output is zero.
     """
     with_silu = check_activation(activation)
     size = bind(x_bvs=x, weight_vk=weight, bias_v=bias)
@@ -42,6 +44,7 @@ def causal_conv1d_fn(
         window_bvk = F.pad(window_bvk, (1, 0))
     segments_bs = segments_of(seq_idx, size.b, size.s)
     y_bsv, window_bvk = causal_conv(x_bsv, weight_vk, bias_v, window_bvk, segments_bs=segments_bs, silu=with_silu)
+    y_bsv = hide_padding(y_bsv, seq_idx)
     # In the layout of `x`, as callers go on to `view` it.
     y_bvs = y_bsv.mT.to(x.dtype)
     out = y_bvs.contiguous() if x.is_contiguous() else y_bvs
@@ -70,11 +73,12 @@ def causal_conv1d_update(
     """Convolve the next inputs `x`, (b, v) or (b, v, s), and put them into `conv_state` (b, v, at least k - 1).
 
     With `cache_seqlens` (b) the state is a ring into which a row's next input goes at `cache_seqlens % state_len`. With
-    `conv_state_indices` (b) the rows of the batch are these rows of a larger state.
+    `conv_state_indices` (b) the rows of the batch are these rows of a larger state; negative ones are padding.
     """
     with_silu = check_activation(activation)
     x_bvs = x[..., None] if x.dim() == 2 else x
-    state_bvL = conv_state if conv_state_indices is None else conv_state[conv_state_indices.long()]
+    slots = Slots("conv_state_indices", conv_state_indices, conv_state, len(x))
+    state_bvL = slots.read(conv_state)
     size = bind(x_bvs=x_bvs, conv_state_bvL=state_bvL, weight_vk=weight, bias_v=bias)
     if size.k > size.L + 1:
         raise ValueError(f"conv_state holds {size.L} inputs, but a kernel of {size.k} taps needs {size.k - 1}")
@@ -85,7 +89,7 @@ def causal_conv1d_update(
     window_bvk = F.pad(past_bvL, (1, 0)) if size.k - 1 == size.L else past_bvL[:, :, size.L - size.k :]
     x_bsv, weight_vk, bias_v, window_bvk = in_one_precision(x_bvs.mT, weight, bias, window_bvk)
     y_bsv, after_bvk = causal_conv(x_bsv, weight_vk, bias_v, window_bvk, silu=with_silu)
-    y_bvs = y_bsv.mT.to(x.dtype)
+    y_bvs = slots.hide(y_bsv.mT).to(x.dtype)
     with torch.no_grad():
         after_bvL = after_bvk
         if size.k != size.L:
@@ -93,10 +97,7 @@ def causal_conv1d_update(
         if cache_seqlens is not None:
             order_bvL = ring_order(cache_seqlens + size.s, size.L, state_bvL)
             after_bvL = torch.empty_like(after_bvL).scatter_(2, order_bvL, after_bvL)
-        if conv_state_indices is None:
-            conv_state.copy_(after_bvL)
-        else:
-            conv_state[conv_state_indices.long()] = after_bvL
+        slots.write(conv_state, after_bvL)
     return y_bvs[..., 0] if x.dim() == 2 else y_bvs.contiguous()
 
 

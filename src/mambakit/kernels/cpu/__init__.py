@@ -1,6 +1,6 @@
 """Fused kernels for the CPU, each registered behind its operation when this is imported."""
 
-from mambakit.kernels.cpu import (
+from mambakit.kernels.cpu import (  # noqa: F401
     causal_conv,
     decode,
     expand_ranks,
@@ -11,15 +11,3 @@ from mambakit.kernels.cpu import (
     selective_scan,
     ssd,
 )
-
-__all__ = [
-    "causal_conv",
-    "decode",
-    "expand_ranks",
-    "few_rows",
-    "fused_step",
-    "mamba3_prepare",
-    "norm",
-    "selective_scan",
-    "ssd",
-]

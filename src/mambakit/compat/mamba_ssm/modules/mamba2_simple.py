@@ -12,6 +12,7 @@ from mambakit.compat.packing import segments_of
 from mambakit.compat.stateful import Stateful, WithWindow
 
 __all__ = ["Mamba2Simple"]
+from mambakit.ops.ssd_path import SsdPath
 
 
 class Mamba2Simple(Stateful, mamba2.Mamba2):  # pyright: ignore[reportIncompatibleMethodOverride] - d_model is no property
@@ -60,6 +61,6 @@ class Mamba2Simple(Stateful, mamba2.Mamba2):  # pyright: ignore[reportIncompatib
         if seq_idx is not None and self.learnable_init_states and u.shape[1]:
             cache = cache._replace(ssm_bhpr=cache.ssm_bhpr * (seq_idx[:, 0] == 0)[:, None, None, None])
         # Our block would start every packed sequence from the learned state.
-        view = WithWindow(self, learnable_init_states=False)
+        view = WithWindow(self, seq_idx, learnable_init_states=False)
         segments_bs = segments_of(seq_idx, *u.shape[:2])
-        return mamba2.Mamba2.run(view, u, cache, None, segments_bs, None)[0]  # type: ignore[arg-type]
+        return mamba2.Mamba2.run(view, u, cache, SsdPath(), segments_bs, None)[0]  # type: ignore[arg-type]

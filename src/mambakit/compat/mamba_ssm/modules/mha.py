@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks.modules import Linear, convolve
 from mambakit.compat.arguments import refuse_unknown
-from mambakit.compat.stateful import PaddedConv1d, without_padding
+from mambakit.compat.stateful import PaddedConv1d, check_rows, without_padding
 
 __all__ = ["MHA"]
 
@@ -69,10 +69,12 @@ class MHA(nn.Module):
         """(b, s, d) to (b, s, d). With `inference_params` the tokens come after those that its states hold."""
         past, kv_cache, window = 0, None, None
         if inference_params is not None:
+            check_offsets(inference_params)
             memory = inference_params.key_value_memory_dict
             if self.layer_idx not in memory:
                 memory[self.layer_idx] = self.allocate_inference_cache(len(x), inference_params.max_seqlen)
             past, (kv_cache, window) = inference_params.seqlen_offset, memory[self.layer_idx]
+            check_rows(self.layer_idx, [kv_cache], len(x))
         qkv, x_mlp = self.in_proj(x).split((self.in_proj.out_features - self.mlp_dim, self.mlp_dim), dim=-1)
         if self.d_conv > 0:
             qkv = self.convolved(qkv, window, past)
@@ -128,3 +130,15 @@ class MHA(nn.Module):
         heads_first = (x.transpose(1, 2) for x in (q_bshp, k, v))
         y = F.scaled_dot_product_attention(*heads_first, attn_mask=seen_st, scale=self.softmax_scale)
         return y.transpose(1, 2)
+
+
+def check_offsets(params: Any) -> None:
+    """The official attention has more ways to say which rows a call is for, and how long each is."""
+    offset, lengths_b = getattr(params, "batch_size_offset", 0), getattr(params, "lengths_per_sample", None)
+    if offset:
+        raise ValueError(f"batch_size_offset = {offset}: MHA takes all rows of a batch at once")
+    if params.seqlen_offset and lengths_b is not None and bool((lengths_b != params.seqlen_offset).any()):
+        raise ValueError(
+            f"lengths_per_sample is {lengths_b.tolist()}, but MHA knows one length, "
+            f"seqlen_offset = {params.seqlen_offset}"
+        )

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import in_one_precision, in_the_order, step_size
+from mambakit.compat.arguments import in_full_precision, in_the_order, step_size
 from mambakit.compat.mamba2_core import scan
+from mambakit.compat.slots import Slots
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.shapes import bind
 
@@ -31,9 +32,10 @@ def selective_state_update(
 
     Without heads: `state` (b, p, r), `x`, `dt`, `z` (b, p), `A` (p, r), `B`, `C` (b, r), `D`, `dt_bias` (p). With
     heads: `state` (b, h, p, r), `x`, `dt`, `z` (b, h, p), `A` (h, p, r), `B`, `C` (b, g, r), `D`, `dt_bias` (h, p).
-    With `state_batch_indices` (b) the rows of the batch are these rows of a larger `state`.
+    With `state_batch_indices` (b) the rows of the batch are these rows of a larger `state`; negative ones are padding.
     """
-    rows = state if state_batch_indices is None else state[state_batch_indices.long()]
+    slots = Slots("state_batch_indices", state_batch_indices, state, len(x))
+    rows = slots.read(state)
     if state.dim() == 4:
         bind(state_bhpr=rows, x_bhp=x, dt_bhp=dt, A_hpr=A, B_bgr=B, C_bgr=C, D_hp=D, z_bhp=z, dt_bias_hp=dt_bias)
     else:
@@ -41,28 +43,23 @@ def selective_state_update(
         B, C = B[:, None], C[:, None]
     if state.dim() == 4 and x.shape[1] % B.shape[1]:
         raise ValueError(f"{x.shape[1]} heads are not a multiple of the {B.shape[1]} groups of B")
-    wide = in_one_precision(rows, x, dt, A, B, C, D, z, dt_bias)
-    rows, x_wide, dt, A, B, C, D, z, dt_bias = wide
-    if is_per_head(dt, A, dt_bias):
-        dt_bh = step_size(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
-        like = torch.promote_types(x_wide.dtype, torch.promote_types(B.dtype, C.dtype))
-        x_bshp, B_bsgr, C_bsgr = (t.to(like)[:, None] for t in (x_wide, B, C))
-        y, after = scan(x_bshp, B_bsgr, C_bsgr, (dt_bh * A[:, 0, 0])[:, None], dt_bh[:, None], rows)
+    per_head = is_per_head(dt, A, dt_bias)
+    if per_head:
+        dt, A, dt_bias = dt[..., 0], A[:, 0, 0], None if dt_bias is None else dt_bias[:, 0]
+    rows, x_wide, dt, A, B, C, D, z, dt_bias = in_full_precision(rows, x, dt, A, B, C, D, z, dt_bias)
+    dt = step_size(dt, dt_bias, dt_softplus)
+    if per_head:
+        y, after = scan(x_wide[:, None], B[:, None], C[:, None], (dt * A)[:, None], dt[:, None], rows)
     else:
-        dt = step_size(dt, dt_bias, dt_softplus)
         last = -A.dim() + 1  # the axes of a channel: head and position, or position
         x_bsi, dt_bsi = (t.flatten(last)[:, None] for t in (x_wide, dt))
         state_bir = rows.flatten(1, -2) if state.dim() == 4 else rows
         y, after = selective_scan(x_bsi, dt_bsi, A.flatten(0, -2), B[:, None], C[:, None], state_bir)
     with torch.no_grad():
-        after = after.view(rows.shape).to(state.dtype)
-        if state_batch_indices is None:
-            state.copy_(after)
-        else:
-            state[state_batch_indices.long()] = after
+        slots.write(state, after.view(rows.shape))
     y = y[:, 0].view(x.shape)
     y = y if D is None else y + D * x_wide
-    return (y if z is None else y * F.silu(z)).to(x.dtype)
+    return slots.hide(y if z is None else y * F.silu(z)).to(x.dtype)
 
 
 def is_per_head(dt: Tensor, A: Tensor, dt_bias: Tensor | None) -> bool:

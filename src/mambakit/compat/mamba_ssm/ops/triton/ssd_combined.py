@@ -62,8 +62,9 @@ def mamba_chunk_scan_combined(
     da = dt * A
     if seq_idx is not None and initial_states is not None and size.s:
         initial_states = initial_states * (seq_idx[:, 0] == 0)[:, None, None, None]
-    # The core takes x, B and C in one dtype.
+    # The core takes x, B and C in one dtype, which is that of its output: not to be rounded before skip and gate.
     like = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
+    like = like if D is None and z is None else torch.promote_types(like, torch.float32)
     sequence = (x.to(like), B.to(like), C.to(like), da, dt)
     if cu_seqlens is None:
         segments_bs = segments_of(seq_idx, size.b, size.s)

@@ -44,12 +44,12 @@ def mamba3_step_fn(
         raise ValueError("z and zproj go together: give both or neither")
     wide = torch.promote_types(state.dtype, torch.float32)
     B, C, Bstate = (t[:, None].to(wide) for t in (B, C, Bstate))
-    v_bsmhp, v_last_bmhp = (x[:, None] * xproj).to(wide)[:, None], (Xstate[:, None] * xproj).to(wide)
+    v_bsmhp, v_last_bmhp = (x.to(wide)[:, None] * xproj)[:, None], Xstate.to(wide)[:, None] * xproj
     A, dt, trap = (t.to(wide)[:, None] for t in (A, dt, trap))
     y, after = trapezoid(v_bsmhp, B, C, A * dt, dt, trap, state.to(wide), v_last_bmhp, Bstate[:, 0])
     y_bmhp = y[:, 0] + D[:, None] * v_bsmhp[:, 0]
     if z is not None and zproj is not None:
-        y_bmhp = y_bmhp * F.silu(z[:, None] * zproj)
+        y_bmhp = y_bmhp * F.silu(z.to(wide)[:, None] * zproj)
     with torch.no_grad():
         (state if state_out is None else state_out).copy_(after)
         out.copy_(y_bmhp if outproj is None else (y_bmhp * outproj).sum(1))

@@ -56,6 +56,6 @@ def mamba3_mimo(
     if outproj_norm_weight is not None:
         y_bsmhp = rms_norm(y_bsmhp, eps=outproj_norm_eps) * outproj_norm_weight.view(y_bsmhp.shape[-2:])
     if Z is not None:
-        y_bsmhp = y_bsmhp * F.silu(mamba3_core.expand(Z, MIMO_Z))
+        y_bsmhp = y_bsmhp * F.silu(mamba3_core.expand(Z.to(y_bsmhp.dtype), MIMO_Z))
     out = y_bsmhp if MIMO_Out is None else (y_bsmhp * MIMO_Out.transpose(0, 1)).sum(2)
     return (out.to(dtype), *after) if return_state else out.to(dtype)

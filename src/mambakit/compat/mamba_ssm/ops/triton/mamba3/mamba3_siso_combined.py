@@ -40,5 +40,5 @@ def mamba3_siso_combined(
     per_rank = (Q[:, :, None], K[:, :, None], V, ADT, DT, Trap, Q_bias[:, None], K_bias[:, None], None, Angles, D)
     y_bsmhp, after = mamba3_core.scan(per_rank, states, cu_seqlens, "interleaved")
     out = y_bsmhp[:, :, 0]
-    out = (out if Z is None else out * F.silu(Z)).to(V.dtype)
+    out = (out if Z is None else out * F.silu(Z.to(out.dtype))).to(V.dtype)
     return (out, after.angle_bha, after.ssm_bhpr, after.k_bmhr[:, 0], after.v_bhp) if return_final_states else out

@@ -1,0 +1,37 @@
+"""Rows of a batch whose states are some rows of a larger one, as a server for many requests keeps them."""
+
+import torch
+from torch import Tensor
+
+
+class Slots:
+    """The row of the state that each row of the batch continues; None: the same one.
+
+    A negative one is padding, which has no state: it reads any, writes none, and its output is zero.
+    """
+
+    def __init__(self, name: str, slot_b: Tensor | None, state: Tensor, batch: int):
+        self.slot_b = None
+        if slot_b is None:
+            return
+        if tuple(slot_b.shape) != (batch,) or slot_b.is_floating_point() or slot_b.dtype == torch.bool:
+            given = f"{slot_b.dtype} of shape {tuple(slot_b.shape)}"
+            raise ValueError(f"{name} is {given}, expected {batch} integers: a row of the state for each row of x")
+        if not torch.compiler.is_compiling() and batch and int(slot_b.max()) >= len(state):
+            raise ValueError(f"{name} goes up to {int(slot_b.max())}, but the state has {len(state)} rows")
+        self.slot_b, self.is_there_b = slot_b.long(), slot_b >= 0
+
+    def read(self, state: Tensor) -> Tensor:
+        return state if self.slot_b is None else state[self.slot_b.clamp(min=0)]
+
+    def write(self, state: Tensor, rows: Tensor) -> None:
+        if self.slot_b is None:
+            state.copy_(rows)
+        else:
+            state[self.slot_b[self.is_there_b]] = rows[self.is_there_b].to(state.dtype)
+
+    def hide(self, out: Tensor) -> Tensor:
+        """The outputs without those of padding."""
+        if self.slot_b is None:
+            return out
+        return out.masked_fill(~self.is_there_b.view(-1, *[1] * (out.dim() - 1)), 0)
