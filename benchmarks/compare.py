@@ -25,9 +25,11 @@ def ratios(other: Path, what: str, threads: int, rounds: int) -> dict[str, tuple
     """By cell: this tree's median seconds, and the median of its time over the other's."""
     sides = []
     for tree in (other, HERE):
+        # A pool that waits actively would take the processor from the other side.
+        environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, str(HERE / "benchmarks" / "compare_cells.py"), what, str(threads)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-        sides.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(tree / "src")}, **pipes))
+        sides.append(subprocess.Popen(command, env=environment, **pipes))
     names = [side.stdout.readline().strip().split("\t") for side in sides][1]
     times: dict[str, list[list[float]]] = {name: [[], []] for name in names}
     for turn in range(rounds):
