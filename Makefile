@@ -81,7 +81,6 @@ mutations: .venv/.ok kernels
 
 # Training runs killed at random moments, on full disks and two at a time; each end has to be that of an untouched run.
 KILLS ?= 1000
-SEED ?= 0
 torture: .venv/.ok kernels
 	rm -rf build/torture
 	PYTHONPATH=tests $(PY) tests/torture.py build/torture $(KILLS) $(SEED)

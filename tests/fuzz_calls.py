@@ -188,6 +188,8 @@ def widened(value: Any) -> Any:
     def widen(tensor: Tensor) -> Tensor:
         tensor = tensor.held if isinstance(tensor, Wrapped) else tensor.detach()
         tensor = tensor.resolve_neg().contiguous()
+        if tensor.is_complex():
+            return tensor.to(torch.complex128)
         return tensor.double() if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, widen, value)
