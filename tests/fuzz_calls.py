@@ -7,21 +7,30 @@ in child processes, so that a crash is seen; a seed repeats them all, and a call
     python tests/fuzz_calls.py --seed 3 --only 812
 """
 
+# pyright: reportPrivateImportUsage=false
 import argparse
+import contextlib
+import faulthandler
 import inspect
 import os
 import random
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mambakit
@@ -30,6 +39,8 @@ from calls import OPERATIONS, Wrapped, negative_view, tensors_of
 from mambakit import caches, use_backend
 
 BATCH = 250
+PATIENCE = 60
+"""Seconds for a call that does not end."""
 OURS = str(Path(mambakit.__file__).parent)
 # Of the largest element; results may be sums of products of products of narrow numbers.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -104,6 +115,8 @@ def cache_call(draw: random.Random) -> Call:
 
 def mutated(tensor: Tensor, draw: random.Random) -> Any:
     """Something in the place of a tensor: often wrong, sometimes only laid out in another way."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return tensor  # wrong enough
     axis = draw.randrange(max(tensor.dim(), 1))
     has_axis = tensor.dim() > 0 and tensor.shape[axis] > 0
     number = draw.choice((torch.nan, torch.inf, -1e4, 3e4, 1e30, 0.0))
@@ -125,12 +138,64 @@ def mutated(tensor: Tensor, draw: random.Random) -> Any:
         lambda: tensor.flip(axis) if tensor.dim() else tensor,
         lambda: with_one(tensor, number, draw),
         lambda: tensor * draw.choice((1e-20, 1e4, -1)),
-        lambda: Wrapped(tensor),
-        lambda: nn.Parameter(tensor, requires_grad=tensor.is_floating_point()),
-        lambda: tensor.to("meta"),
-        lambda: negative_view(tensor) if tensor.dtype in DTYPES[:2] else tensor,
+        *[lambda: of_kind(draw.choice(list(KINDS)), tensor)] * 6,
     ]
-    return draw.choice(choices)()
+    return made(draw.choice(choices), tensor)
+
+
+def made(make: Callable[[], Any], otherwise: Any) -> Any:
+    """What is made, if torch makes it."""
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+    return otherwise
+
+
+@cache
+def one_rank() -> DeviceMesh:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,))
+
+
+@cache
+def fake_mode() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+def functional(tensor: Tensor) -> Tensor:
+    with FunctionalTensorMode():
+        return FunctionalTensor.to_functional(tensor)
+
+
+def inferred(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "wrapped": Wrapped,
+    "parameter": lambda tensor: nn.Parameter(tensor, requires_grad=tensor.is_floating_point()),
+    "meta": lambda tensor: tensor.to("meta"),
+    "negative": lambda tensor: negative_view(tensor) if tensor.dtype in DTYPES[:2] else tensor,
+    "zero": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
+    "share": lambda tensor: distribute_tensor(tensor, one_rank()),
+    "fake": lambda tensor: fake_mode().from_tensor(tensor),
+    "functional": functional,
+    "functional inside": torch._to_functional_tensor,
+    "inference": inferred,
+    "sparse": Tensor.to_sparse,
+    "sparse rows": Tensor.to_sparse_csr,
+    "oneDNN": Tensor.to_mkldnn,
+    "nested": lambda tensor: torch.nested.as_nested_tensor(tensor),
+    "ragged": lambda tensor: torch.nested.as_nested_tensor(tensor, layout=torch.jagged),
+}
+"""A tensor as one of another kind, most of them without numbers at the address they give."""
+
+
+def of_kind(kind: str, tensor: Tensor) -> Tensor:
+    """Of plain tensors only: torch makes some kinds of others, but never ends."""
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
+    return KINDS[kind](tensor) if is_plain and not torch._is_functional_tensor(tensor) else tensor
 
 
 def far_apart(tensor: Tensor) -> Tensor:
@@ -179,15 +244,40 @@ def make_call(draw: random.Random) -> Call:
         at = list(places(call.arguments))
         if at:
             call.arguments = changed(call.arguments, draw.choice(at), partial(mutated, draw=draw))
+    if draw.random() < 0.1:
+        kind = draw.choice(list(KINDS))
+        call.arguments = tree_map_only(
+            Tensor, lambda tensor: made(partial(of_kind, kind, tensor), tensor), call.arguments
+        )
     return call
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    """What a tensor of any kind holds, as a plain one; zeros if that is nothing."""
+    if not has_numbers(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if isinstance(tensor, Wrapped):
+        return numbers(tensor.held)
+    if isinstance(tensor, DTensor):
+        return numbers(tensor.full_tensor())
+    if isinstance(tensor, FunctionalTensor):
+        return numbers(tensor.elem)
+    if torch._is_functional_tensor(tensor):
+        torch._sync(tensor)
+        return numbers(torch._from_functional_tensor(tensor))
+    tensor = tensor.detach()
+    return (tensor if tensor.layout == torch.strided else tensor.to_dense()).resolve_neg().contiguous()
 
 
 def widened(value: Any) -> Any:
     """The same numbers as plain float64 tensors."""
 
     def widen(tensor: Tensor) -> Tensor:
-        tensor = tensor.held if isinstance(tensor, Wrapped) else tensor.detach()
-        tensor = tensor.resolve_neg().contiguous()
+        tensor = numbers(tensor)
         if tensor.is_complex():
             return tensor.to(torch.complex128)
         return tensor.double() if tensor.is_floating_point() else tensor
@@ -202,19 +292,19 @@ def fault(call: Call, backend: str, grad: bool) -> str | None:
             result = call.run(**call.arguments)
             if grad:
                 of = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-                sum((t.float().sum() for t in of), torch.zeros(())).backward() if of else None
+                torch.autograd.backward([t.float().sum() for t in of])
     except (ValueError, TypeError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         ours = last.filename.startswith(OURS) or "unexpected keyword" in str(error) or "required" in str(error)
         return None if ours else f"{type(error).__name__} of {last.filename}: {error}"
     except Exception as error:
+        if "Inference tensors cannot be saved for backward" in str(error):
+            return None  # what torch says of them in any operation, and there is another way to say so
         return f"{type(error).__name__}: {str(error)[:200]}"
     if call.oracle is None:
         return None
-    given = [t for t in tree_leaves(call.arguments) if isinstance(t, Tensor) and t.is_floating_point()]
-    if any(t.is_meta for t in given) or any(
-        not widened(t).isfinite().all() or widened(t).abs().amax() > 100 for t in given if t.numel()
-    ):
+    given = widened([t for t in tree_leaves(call.arguments) if isinstance(t, Tensor)])
+    if any(not t.isfinite().all() or t.abs().amax() > 100 for t in given if t.numel() and t.is_floating_point()):
         return None
     with use_backend("torch"), torch.no_grad():
         want = call.oracle(**widened(call.arguments))
@@ -228,9 +318,11 @@ def difference(result: Any, want: Any) -> str | None:
     for i, (got, wanted) in enumerate(pairs):
         if not isinstance(got, Tensor):
             continue
-        got = widened(got)
+        all_numbers, got = has_numbers(got), widened(got)
         if got.shape != wanted.shape:
             return f"output {i} has shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
+        if not all_numbers:
+            continue
         largest = float(wanted.abs().max()) if got.numel() else 0.0
         off = float((got - wanted).abs().max()) / max(1.0, largest) if got.numel() else 0.0
         if not off <= tolerance and largest < torch.finfo(narrowest).max:
@@ -240,7 +332,10 @@ def difference(result: Any, want: Any) -> str | None:
 
 def describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{type(value).__name__}{tuple(value.shape)} {value.dtype} {value.stride()} on {value.device}"
+        if value.is_nested or value.layout != torch.strided:
+            return f"{value.layout} {type(value).__name__} of {value.dim()} axes, nested {value.is_nested}"
+        kind = "functional " if torch._is_functional_tensor(value) else "zero " if value._is_zerotensor() else ""
+        return f"{kind}{type(value).__name__}{tuple(value.shape)} {value.dtype} {value.stride()} on {value.device}"
     if isinstance(value, dict):
         return ", ".join(f"{key}={describe(part)}" for key, part in value.items())
     if isinstance(value, list | tuple):
@@ -259,17 +354,22 @@ def run_one(seed: int, number: int) -> str | None:
     return wrong
 
 
-def run_batch(seed: int, start: int, count: int) -> list[str]:
-    """In a process of its own, which says what it is about to do."""
-    command = [sys.executable, "-X", "faulthandler", __file__, f"--seed={seed}", f"--child={start}", f"--calls={count}"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    lines = done.stdout.splitlines()
-    faults = [line.removeprefix("FAULT ").replace("\\n", "\n") for line in lines if line.startswith("FAULT ")]
-    if done.returncode:
-        last = next((line for line in reversed(lines) if line.startswith("CALL ")), "CALL ?")
-        faults.append(f"{last.removeprefix('CALL ')}: ended with {done.returncode}\n{done.stderr[-2000:]}")
+def run_batch(seed: int, start: int, stop: int) -> list[str]:
+    """In a process of its own, which says what it is about to do, and in another one after each that crashes."""
+    faults = []
+    while start < stop:
+        command = [sys.executable, "-X", "faulthandler", __file__, f"--seed={seed}", f"--child={start}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, f"--calls={stop - start}"], capture_output=True, text=True, check=False, env=environment
+        )
+        lines = done.stdout.splitlines()
+        faults += [line.removeprefix("FAULT ").replace("\\n", "\n") for line in lines if line.startswith("FAULT ")]
+        if not done.returncode:
+            break
+        last = next((int(line.split()[1]) for line in reversed(lines) if line.startswith("CALL ")), stop)
+        faults.append(f"{last}: ended with {done.returncode}\n{done.stderr[-2000:]}")
+        start = last + 1
     return faults
 
 
@@ -279,12 +379,13 @@ def main(calls: int, seed: int, child: int | None = None, only: int | None = Non
         return 0
     if child is not None:
         for number in range(child, child + calls):
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
             print("CALL", number, flush=True)
             wrong = run_one(seed, number)
             if wrong is not None:
                 print("FAULT", number, wrong.replace("\n", "\\n"), flush=True)
         return 0
-    faults = [f for start in range(0, calls, BATCH) for f in run_batch(seed, start, min(BATCH, calls - start))]
+    faults = [f for start in range(0, calls, BATCH) for f in run_batch(seed, start, min(start + BATCH, calls))]
     print(*faults, f"{calls} calls, seed {seed}: {len(faults)} faults", sep="\n")
     return 1 if faults else 0
 

@@ -1,5 +1,6 @@
 """One chooser: what is asked for runs or raises, by call, by thread and by model; a backend is a registration."""
 
+# pyright: reportPrivateImportUsage=false
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 import mambakit as mk
 from calls import OPERATIONS as CALLS
@@ -137,23 +139,60 @@ def test_no_kernel_misses_a_sign(operation):
             check(1e-5, outputs(CALLS[operation](**{**plain, name: negative})), outputs(CALLS[operation](**plain)))
 
 
-def test_shares_of_tensors_are_left_to_torch():
-    """Mixed with plain tensors torch refuses them; a norm once dropped its weight and a convolution crashed."""
+@pytest.fixture
+def mesh():
     dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        for operation in ("gated_rms_norm", "causal_conv"):
-            plain = tensors_of(operation)
-            shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
-            with torch.no_grad():
-                want = outputs(CALLS[operation](**plain))
-                got = outputs(CALLS[operation](**shares)) if operation == "gated_rms_norm" else {}
-                check(1e-5, {i: share.full_tensor() for i, share in got.items()}, {i: want[i] for i in got})
-                for name in plain:
-                    with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
-                        CALLS[operation](**{**plain, name: shares[name]})
+        yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_shares_of_tensors_do_not_mix_with_others(mesh, grad):
+    """A norm once dropped its weight and a convolution crashed."""
+    for operation in CALLS:
+        plain = tensors_of(operation)
+        shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
+        with torch.set_grad_enabled(grad):
+            for name in plain if len(plain) > 1 else ():
+                with pytest.raises(
+                    ValueError, match=r"^\w+ is a (DTensor|Tensor) but \w+ a (DTensor|Tensor), which do"
+                ):
+                    CALLS[operation](**{**plain, name: shares[name]})
+
+
+def test_shares_of_tensors_are_left_to_torch(mesh):
+    plain = tensors_of("gated_rms_norm")
+    shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
+    with torch.no_grad():
+        got, want = outputs(CALLS["gated_rms_norm"](**shares)), outputs(CALLS["gated_rms_norm"](**plain))
+        check(1e-5, {i: share.full_tensor() for i, share in got.items()}, want)
+        with implicit_replication():
+            got = outputs(CALLS["gated_rms_norm"](**{**plain, "weight": shares["weight"]}))
+        check(1e-5, {i: share.full_tensor() for i, share in got.items()}, want)
+        for operation in ("causal_conv", "ssd", "selective_scan"):
+            shares = {name: distribute_tensor(tensor, mesh) for name, tensor in tensors_of(operation).items()}
+            with pytest.raises(ValueError, match=f" is a DTensor, which {operation} cannot divide; give every process"):
+                CALLS[operation](**shares)
+
+
+@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_tensors_without_memory(operation, grad):
+    """Of torch's own, plain by their type; kernels once read them at address 0."""
+    plain = tensors_of(operation)
+    for name, tensor in plain.items():
+        made = {
+            "a functional tensor outside of the transformation that made it": torch._to_functional_tensor(tensor),
+            "a zero tensor without memory": torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
+            "a sparse_coo tensor, expected a dense one": tensor.to_sparse(),
+        }
+        for what, given in made.items():
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"^{name} is {what}"):
+                CALLS[operation](**{**plain, name: given})
+            with pytest.raises(ValueError, match=r"cannot run ssd: it got a tensor that torch keeps in a form of its"):
+                SSD.choose("cpu", given)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -116,7 +116,7 @@ def test_what_is_no_tensor(block):
 
 def test_what_has_no_numbers(block):
     x, bounds = tokens(block, 1, 3), torch.tensor([0, 3])
-    with pytest.raises(ValueError, match=r"^x_bsd is on meta, expected cpu, where the projections are$"):
+    with pytest.raises(ValueError, match=r"^x_bsd is on meta but the projection's weight on cpu; move"):
         block(x.to("meta"))
     for given in (bounds.to("meta"), Wrapped(bounds)):
         with pytest.raises(ValueError, match=r"^cu_seqlens is a \w+ on \w+, expected a plain tensor with numbers$"):

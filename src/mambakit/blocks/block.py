@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks.config import BlockConfig
+from mambakit.blocks.modules import Linear, is_plain
 from mambakit.blocks.param_groups import param_groups
-from mambakit.ops.shapes import check_readable, check_tensors
+from mambakit.ops.shapes import check_beside, check_dense, check_readable, check_tensors
 from mambakit.ops.ssd_path import SsdPath
 
 Config = TypeVar("Config", bound=BlockConfig)
@@ -112,28 +113,24 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if reset_bs is not None:
             check_flags("reset_bs", reset_bs, x_bsd)
             ids_bs = reset_bs.bool().cumsum(1)
-        try:
-            if mask_bs is None and cu_seqlens is None:
-                if ids_bs is not None and s:
-                    cache = restart(self, cache, ids_bs[:, 0] > 0)
-                with path.around():
-                    return self.run(x_bsd, cache, path.inside, ids_bs, None)
-
-            if mask_bs is not None:
-                check_flags("mask_bs", mask_bs, x_bsd)
-            layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
-            segments = leaving = None
-            if ids_bs is not None:
-                segments, entering, leaving = layout.resets(ids_bs)
-                cache = restart(self, cache, entering)
+        if mask_bs is None and cu_seqlens is None:
+            if ids_bs is not None and s:
+                cache = restart(self, cache, ids_bs[:, 0] > 0)
             with path.around():
-                y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
-            if leaving is not None:
-                cache = restart(self, cache, leaving)
-            return layout.scatter(y_rld, b, s), cache
-        except RuntimeError as error:
-            blame_input(self, "x_bsd", x_bsd, error)
-            raise
+                return self.run(x_bsd, cache, path.inside, ids_bs, None)
+
+        if mask_bs is not None:
+            check_flags("mask_bs", mask_bs, x_bsd)
+        layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
+        segments = leaving = None
+        if ids_bs is not None:
+            segments, entering, leaving = layout.resets(ids_bs)
+            cache = restart(self, cache, entering)
+        with path.around():
+            y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
+        if leaving is not None:
+            cache = restart(self, cache, leaving)
+        return layout.scatter(y_rld, b, s), cache
 
     def step(self, x_bd: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
         """One token."""
@@ -234,42 +231,37 @@ def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
 
 
 def check_input(block: Any, x_bsd: Tensor) -> None:
+    check_dense("x_bsd", x_bsd)
     if not isinstance(x_bsd, Tensor) or x_bsd.dim() != 3:
         given = tuple(x_bsd.shape) if isinstance(x_bsd, Tensor) else type(x_bsd).__name__
         raise ValueError(f"x_bsd needs 3 axes (batch, sequence, d_model = {block.d_model}), got {given}")
     if x_bsd.shape[2] != block.d_model:
         raise ValueError(f"x_bsd is {x_bsd.shape[2]} wide, but this block's d_model is {block.d_model}")
-    check_floating(block, "x_bsd", x_bsd)
+    check_projected(block, "x_bsd", x_bsd)
 
 
-def check_floating(module: nn.Module, name: str, x: Tensor) -> None:
-    if not x.is_floating_point():
-        raise ValueError(wrong_dtype(module, name, x))
+def check_projected(module: nn.Module, name: str, x: Tensor) -> None:
+    """That `x` can enter the first projection; an adapter or a quantized one says for itself what it takes."""
+    linear: Any = getattr(module, "in_proj", None)
+    weight: Tensor | None = getattr(linear, "weight", None)
+    if not (is_plain(linear, Linear) or is_plain(linear, nn.Linear)):
+        weight = None
+    if not x.is_floating_point() or (weight is not None and x.dtype != weight.dtype and not casts(x, weight)):
+        wanted = next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
+        raise ValueError(f"{name} is {x.dtype}, expected {wanted}, as the projections are; cast one of them")
+    if weight is not None:
+        check_beside("the projection's weight", weight, name, x)
 
 
-def blame_input(module: nn.Module, name: str, x: Tensor, error: RuntimeError) -> None:
-    """Raise `ValueError` in the place of torch's complaint that `x` and the projections differ in dtype or device.
-
-    Afterwards and not at the door: adapters, quantized projections and autocast take more than the weights tell.
-    """
-    weight = projection(module)
-    if "dtype" in str(error) and x.dtype != weight.dtype:
-        raise ValueError(wrong_dtype(module, name, x)) from error
-    if ("device" in str(error) or "meta" in str(error)) and x.device != weight.device:
-        raise ValueError(f"{name} is on {x.device}, expected {weight.device}, where the projections are") from error
-
-
-def wrong_dtype(module: nn.Module, name: str, x: Tensor) -> str:
-    return f"{name} is {x.dtype}, expected {projection(module).dtype}, as the projections are; cast one of them"
-
-
-def projection(module: nn.Module) -> Tensor:
-    """The weight of one."""
-    linear = (m.weight for m in module.modules() if isinstance(m, nn.Linear))
-    return next(linear, next(module.parameters(), torch.empty(0)))
+def casts(*tensors: Tensor) -> bool:
+    """Whether autocast brings these to one dtype: all but float64."""
+    kind = tensors[0].device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return is_on and all(tensor.dtype != torch.float64 for tensor in tensors)
 
 
 def check_token(block: Any, x_bd: Tensor) -> None:
+    check_dense("x_bd", x_bd)
     if not isinstance(x_bd, Tensor) or x_bd.dim() != 2:
         given = tuple(x_bd.shape) if isinstance(x_bd, Tensor) else type(x_bd).__name__
         raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")
@@ -285,12 +277,14 @@ def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"cache.{name} is {given}, expected a floating-point tensor")
+        check_dense(f"cache.{name}", tensor)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {shape} for {rows} rows")
         if tensor.device != device:
             raise ValueError(f"cache.{name} is on {tensor.device} but x_bsd on {device}; move it with caches.to()")
         if (tensor.dtype == torch.float64) != double:
             raise ValueError(f"cache.{name} is {tensor.dtype} but x_bsd {x_bsd.dtype}; use float64 for both or neither")
+        check_beside("x_bsd", x_bsd, f"cache.{name}", tensor)
 
 
 def check_flags(name: str, flags_bs: Tensor, x_bsd: Tensor) -> None:
@@ -299,8 +293,7 @@ def check_flags(name: str, flags_bs: Tensor, x_bsd: Tensor) -> None:
         raise ValueError(f"{name} has shape {tuple(flags_bs.shape)}, expected {tuple(x_bsd.shape[:2])} as x_bsd has")
     if flags_bs.is_floating_point() or flags_bs.is_complex():
         raise ValueError(f"{name} has to be boolean, got {flags_bs.dtype}")
-    if flags_bs.device != x_bsd.device:
-        raise ValueError(f"{name} is on {flags_bs.device} but x_bsd on {x_bsd.device}; move them to one device")
+    check_beside("x_bsd", x_bsd, name, flags_bs)
 
 
 def check_packing(cu_seqlens: Tensor, x_bsd: Tensor) -> int:

@@ -19,7 +19,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from mambakit.blocks.family import FAMILIES
-from mambakit.ops.shapes import check_readable
+from mambakit.ops.shapes import check_beside, check_readable, check_tensors
 
 Cache = TypeVar("Cache")
 Kind = TypeVar("Kind", bound=type)
@@ -101,6 +101,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
                     f"{where} is {_but_rows(first)} per row in cache 0 but {_but_rows(other)} in cache {i}; "
                     "concat takes caches of one model, to() gives them one device and dtype"
                 )
+            check_beside(f"{where} in cache 0", first, f"that of cache {i}", other)
         return torch.cat(list(tensors))
 
     return _combine(caches, join, "cache")
@@ -186,6 +187,8 @@ def _combine(nodes: Sequence[Any], join: Callable[[str, Sequence[Tensor]], Tenso
         if _outline(node) != _outline(first):
             raise ValueError(f"{where} is {_outline(first)} in cache 0 but {_outline(node)} in cache {i}")
     if isinstance(first, Tensor):
+        for node in nodes:
+            check_tensors({where: node})
         return join(where, nodes)
     if isinstance(first, SETTINGS):
         return first

@@ -12,7 +12,7 @@ from mambakit.blocks.config import check_positive
 from mambakit.blocks.modules import Linear
 from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackCache, StackConfig
-from mambakit.ops.shapes import check_device
+from mambakit.ops.shapes import check_beside, check_dense
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -89,11 +89,12 @@ class LanguageModel(nn.Module):
         return logits_bsw[:, 0], after
 
     def embed(self, ids: Tensor) -> Tensor:
-        if ids.is_meta:
-            # torch would return what happens to be in memory.
-            check_device("ids_bs", ids, embedding=self.backbone.embedding.weight)
+        embedding = self.backbone.embedding
+        if ids.is_meta or type(ids) is not Tensor:
+            # Of ids on the meta device torch would return what happens to be in memory.
+            check_beside("embedding", embedding.weight, "ids_bs", ids)
         try:
-            return self.backbone.embedding(ids)
+            return embedding(ids)
         except (IndexError, RuntimeError) as error:
             # Not looked for at the door: on other devices that would wait for them.
             wrong = wrong_ids(ids, self.config.vocab_size)
@@ -105,6 +106,7 @@ class LanguageModel(nn.Module):
 
 
 def check_axes(name: str, ids: Tensor, *axes: str) -> None:
+    check_dense(name, ids)
     if not isinstance(ids, Tensor) or ids.dim() != len(axes):
         given = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         needs = f"{len(axes)} {'axis' if len(axes) == 1 else 'axes'} ({', '.join(axes)})"

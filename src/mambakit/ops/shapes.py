@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from mambakit.ops.backends import PLAIN_TENSORS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+is_functional = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
 _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)
 
 
@@ -34,12 +38,12 @@ def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None)
     check_tensors(required)
     sizes: dict[str, int] = {}
     seen_in: dict[str, str] = {}
-    first: dict[str, Tensor] | None = None
+    first: tuple[str, Tensor] | None = None
     for name, tensor in (*required.items(), *optional.items()):
         if tensor is None:
             continue
         axes = name.rsplit("_", 1)[-1]
-        if not isinstance(tensor, Tensor):
+        if name not in required:
             check_tensors({name: tensor})
         if tensor.dim() != len(axes):
             raise ValueError(f"{name} needs {len(axes)} axes ({', '.join(axes)}), got shape {tuple(tensor.shape)}")
@@ -51,25 +55,61 @@ def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None)
             elif sizes[axis] != size:
                 raise ValueError(f"axis '{axis}' is {size} in {name} but {sizes[axis]} in {seen_in[axis]}")
         if first is None:
-            first = {name: tensor}
+            first = (name, tensor)
         else:
-            check_device(name, tensor, **first)
+            check_beside(*first, name, tensor)
     return Sizes(sizes)
 
 
-def check_device(name: str, tensor: Tensor, **first: Tensor) -> None:
-    """That a tensor is where the first one is."""
-    for first_name, other in first.items():
-        if tensor.device != other.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} but {first_name} on {other.device}; move them to one device"
-            )
+def check_beside(first: str, other: Tensor, name: str, tensor: Tensor) -> None:
+    """That a tensor is where the first one is, and of a kind that torch computes with together with it."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name} is on {tensor.device} but {first} on {other.device}; move them to one device")
+    if type(tensor) is not type(other) and keeps_apart(type(tensor), type(other)):
+        kinds = f"{name} is a {type(tensor).__name__} but {first} a {type(other).__name__}"
+        raise ValueError(f"{kinds}, which do not mix; make all of them the same")
+
+
+def keeps_apart(kind: type, other: type) -> bool:
+    """Whether torch refuses to compute with tensors of two kinds together."""
+    if (kind in PLAIN_TENSORS and other in PLAIN_TENSORS) or torch.compiler.is_compiling():
+        return False
+    shares = [one for one in (kind, other) if hasattr(one, "full_tensor")]
+    if shares:
+        # A DTensor takes others as its replicas where somebody says so.
+        return not getattr(getattr(shares[0], "_op_dispatcher", None), "_allow_implicit_replication", False)
+    return any(issubclass(one, FakeTensor | FunctionalTensor) for one in (kind, other))
 
 
 def check_tensors(named: Mapping[str, Any]) -> None:
+    """That these are tensors, and dense ones."""
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} has to be a tensor, got {None if tensor is None else type(tensor).__name__}")
+        check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """That there is a number at every index of a tensor, and that it can be had; anything else passes."""
+    if not isinstance(tensor, Tensor):
+        return
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        given = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2]
+        raise ValueError(f"{name} is a {given} tensor, expected a dense one")
+    if torch.compiler.is_compiling():
+        return
+    if tensor._is_zerotensor():
+        raise ValueError(f"{name} is a zero tensor without memory; clone() makes an ordinary one")
+    if is_stranded(tensor):
+        raise ValueError(f"{name} is a functional tensor outside of the transformation that made it")
+
+
+def is_stranded(tensor: Tensor) -> bool:
+    """Whether torch cannot compute with a tensor any more, because nobody functionalizes here."""
+    if type(tensor) is not FunctionalTensor and not is_functional(tensor):
+        return False
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return mode is None and not torch._C._are_functorch_transforms_active()
 
 
 def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None] | None = None) -> torch.dtype:
