@@ -56,6 +56,7 @@ class Call:
     run: Callable[..., Any]
     arguments: dict[str, Any]
     oracle: Callable[..., Any] | None
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def operation_call(draw: random.Random) -> Call:
@@ -249,6 +250,8 @@ def make_call(draw: random.Random) -> Call:
         call.arguments = tree_map_only(
             Tensor, lambda tensor: made(partial(of_kind, kind, tensor), tensor), call.arguments
         )
+        if kind == "fake":
+            call.around = fake_mode
     return call
 
 
@@ -288,7 +291,7 @@ def widened(value: Any) -> Any:
 def fault(call: Call, backend: str, grad: bool) -> str | None:
     """What is wrong with how a call ends, or None."""
     try:
-        with use_backend(backend), torch.set_grad_enabled(grad):
+        with use_backend(backend), torch.set_grad_enabled(grad), call.around():
             result = call.run(**call.arguments)
             if grad:
                 of = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 import mambakit as mk
 from calls import OPERATIONS as CALLS
@@ -149,32 +149,43 @@ def mesh():
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_shares_of_tensors_do_not_mix_with_others(mesh, grad):
+def test_shares_of_tensors(mesh, grad):
     """A norm once dropped its weight and a convolution crashed."""
-    for operation in CALLS:
-        plain = tensors_of(operation)
-        shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
-        with torch.set_grad_enabled(grad):
-            for name in plain if len(plain) > 1 else ():
+    with torch.set_grad_enabled(grad):
+        for operation in CALLS:
+            plain = tensors_of(operation)
+            shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
+            if "norm" not in operation:
+                with pytest.raises(ValueError, match=r"is a DTensor, which this operation cannot divide; give every"):
+                    CALLS[operation](**shares)
+                for name in plain:
+                    with pytest.raises(ValueError, match=f"^{name} is a DTensor, which this operation cannot divide"):
+                        CALLS[operation](**{**plain, name: shares[name]})
+                continue
+            want = outputs(CALLS[operation](**plain))
+            got = outputs(CALLS[operation](**shares))
+            check(1e-5, {i: share.full_tensor() for i, share in got.items()}, want)
+            for name in plain:
+                mixed = {**plain, name: shares[name]}
                 with pytest.raises(
-                    ValueError, match=r"^\w+ is a (DTensor|Tensor) but \w+ a (DTensor|Tensor), which do"
+                    ValueError, match=r"^\w+ is a (DTensor|Tensor) but x a (DTensor|Tensor), which do not"
                 ):
-                    CALLS[operation](**{**plain, name: shares[name]})
+                    CALLS[operation](**mixed)
 
 
-def test_shares_of_tensors_are_left_to_torch(mesh):
-    plain = tensors_of("gated_rms_norm")
-    shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
-    with torch.no_grad():
-        got, want = outputs(CALLS["gated_rms_norm"](**shares)), outputs(CALLS["gated_rms_norm"](**plain))
-        check(1e-5, {i: share.full_tensor() for i, share in got.items()}, want)
-        with implicit_replication():
-            got = outputs(CALLS["gated_rms_norm"](**{**plain, "weight": shares["weight"]}))
-        check(1e-5, {i: share.full_tensor() for i, share in got.items()}, want)
-        for operation in ("causal_conv", "ssd", "selective_scan"):
-            shares = {name: distribute_tensor(tensor, mesh) for name, tensor in tensors_of(operation).items()}
-            with pytest.raises(ValueError, match=f" is a DTensor, which {operation} cannot divide; give every process"):
-                CALLS[operation](**shares)
+@pytest.mark.parametrize("operation", CALLS)
+def test_fake_tensors(operation):
+    plain = tensors_of(operation)
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in plain.items()}
+        got = outputs(CALLS[operation](**fakes))
+    want = outputs(CALLS[operation](**plain))
+    assert {i: tensor.shape for i, tensor in got.items()} == {i: tensor.shape for i, tensor in want.items()}
+    for name, fake in fakes.items():
+        with pytest.raises(ValueError, match=f"^{name} is a fake tensor outside of the mode that made it"):
+            CALLS[operation](**{**plain, name: fake})
+        with mode, pytest.raises(ValueError, match=r" is a (\w+) but \w+ a (\w+), which do not mix"):
+            CALLS[operation](**{**plain, name: fake})
 
 
 @pytest.mark.parametrize("operation", CALLS)
@@ -184,7 +195,7 @@ def test_tensors_without_memory(operation, grad):
     plain = tensors_of(operation)
     for name, tensor in plain.items():
         made = {
-            "a functional tensor outside of the transformation that made it": torch._to_functional_tensor(tensor),
+            "a functional tensor outside of the mode that made it": torch._to_functional_tensor(tensor),
             "a zero tensor without memory": torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
             "a sparse_coo tensor, expected a dense one": tensor.to_sparse(),
         }

@@ -83,7 +83,9 @@ def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
         wrong = [row for row in rows if not 0 <= row < batch]
         if wrong:
             raise ValueError(f"index_b asks for rows {wrong}, but {where} has rows 0 to {batch - 1}")
-        return tensor.index_select(0, index_b.to(tensor.device))
+        index_here_b = index_b.to(tensor.device)
+        check_beside(where, tensor, "index_b", index_here_b)
+        return tensor.index_select(0, index_here_b)
 
     return _change(cache, take)
 

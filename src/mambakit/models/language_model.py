@@ -117,6 +117,8 @@ def wrong_ids(ids: Tensor, vocab_size: int) -> str | None:
     """Why they have no embeddings, or None if that has other reasons."""
     if ids.dtype not in (torch.int32, torch.int64):
         return f"ids_bs is {ids.dtype}, expected {torch.int64}"
+    if ids.numel() == 0:
+        return None
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         return f"ids_bs holds ids from {low} to {high}, but the vocabulary is 0 to {vocab_size - 1}"

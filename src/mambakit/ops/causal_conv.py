@@ -109,7 +109,6 @@ def convolve_in_parts(
         *parts, after_bvk = kernel(*tensors, segments_bs, lengths_b, widths, silu)
         window_dtype = x_bsv.dtype if window_bvk is None else window_bvk.dtype
         return [part.to(x_bsv.dtype) for part in parts], after_bvk.to(window_dtype)
-    CAUSAL_CONV.check_whole(*tensors, segments_bs, lengths_b)
     # Rounded once: what SiLU takes is at least float32.
     wide_bsv = cast(x_bsv, torch.promote_types(x_bsv.dtype, torch.float32)) if silu else x_bsv
     if s == 1 and lengths_b is None:

@@ -187,15 +187,7 @@ class TorchOperation(Operation):
 
     def run_plainly(self, *inputs: Any) -> list[Tensor]:
         """In torch's operators, behind the torch operator: for a plain form with a derivative of its own."""
-        self.check_whole(*inputs)
         return self.operator(*inputs, TORCH.name)
-
-    def check_whole(self, *inputs: Any) -> None:
-        """That no input is a DTensor: nobody told torch how to divide the work."""
-        for name, tensor in zip(self.names, inputs[: self.tensors], strict=False):
-            if tensor is not None and type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "full_tensor"):
-                given = f"{name} is a {type(tensor).__name__}"
-                raise ValueError(f"{given}, which {self.name} cannot divide; give every process its part, to_local()")
 
     def _kernel(self, backend: str) -> Kernel:
         kernel = self.kernels.get(backend)

@@ -47,8 +47,7 @@ def running_quaternion(
     """
     size = bind({"q_bshj4": q_bshj4}, carry_bhj4=carry_bhj4, segments_bs=segments_bs)
     wide = check_floats({"q_bshj4": q_bshj4}, {"carry_bhj4": carry_bhj4})
-    # Of the kind of q, which a tensor made of numbers would not be.
-    identity_4 = torch.cat((q_bshj4.new_ones(1, dtype=wide), q_bshj4.new_zeros(3, dtype=wide)))
+    identity_4 = torch.tensor(IDENTITY, dtype=wide, device=q_bshj4.device)
     if carry_bhj4 is None:
         carry_bhj4 = identity_4.expand(size.b, size.h, size.j, 4)
     total_bshj4 = quaternion_product(q_bshj4.to(wide), carry_bhj4.to(wide))

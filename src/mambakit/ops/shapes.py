@@ -45,6 +45,9 @@ def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None)
         axes = name.rsplit("_", 1)[-1]
         if name not in required:
             check_tensors({name: tensor})
+        if type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "full_tensor"):
+            given = f"{name} is a {type(tensor).__name__}, which"
+            raise ValueError(f"{given} this operation cannot divide; give every process its part, to_local()")
         if tensor.dim() != len(axes):
             raise ValueError(f"{name} needs {len(axes)} axes ({', '.join(axes)}), got shape {tuple(tensor.shape)}")
         for axis, size in zip(axes, tensor.shape, strict=True):
@@ -74,11 +77,7 @@ def keeps_apart(kind: type, other: type) -> bool:
     """Whether torch refuses to compute with tensors of two kinds together."""
     if (kind in PLAIN_TENSORS and other in PLAIN_TENSORS) or torch.compiler.is_compiling():
         return False
-    shares = [one for one in (kind, other) if hasattr(one, "full_tensor")]
-    if shares:
-        # A DTensor takes others as its replicas where somebody says so.
-        return not getattr(getattr(shares[0], "_op_dispatcher", None), "_allow_implicit_replication", False)
-    return any(issubclass(one, FakeTensor | FunctionalTensor) for one in (kind, other))
+    return any(hasattr(one, "full_tensor") or issubclass(one, FakeTensor | FunctionalTensor) for one in (kind, other))
 
 
 def check_tensors(named: Mapping[str, Any]) -> None:
@@ -101,15 +100,22 @@ def check_dense(name: str, tensor: Any) -> None:
     if tensor._is_zerotensor():
         raise ValueError(f"{name} is a zero tensor without memory; clone() makes an ordinary one")
     if is_stranded(tensor):
-        raise ValueError(f"{name} is a functional tensor outside of the transformation that made it")
+        kind = "fake" if isinstance(tensor, FakeTensor) else "functional"
+        raise ValueError(f"{name} is a {kind} tensor outside of the mode that made it")
 
 
 def is_stranded(tensor: Tensor) -> bool:
-    """Whether torch cannot compute with a tensor any more, because nobody functionalizes here."""
-    if type(tensor) is not FunctionalTensor and not is_functional(tensor):
+    """Whether torch cannot compute with a tensor and those it makes here, because what would wrap them is not there."""
+    kind = type(tensor)
+    if kind in PLAIN_TENSORS and not is_functional(tensor):
         return False
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-    return mode is None and not torch._C._are_functorch_transforms_active()
+    modes = torch._C._TorchDispatchModeKey
+    if issubclass(kind, FakeTensor):
+        return torch._C._get_dispatch_mode(modes.FAKE) is None
+    if kind is FunctionalTensor or is_functional(tensor):
+        mode = torch._C._get_dispatch_mode(modes.FUNCTIONAL)
+        return mode is None and not torch._C._are_functorch_transforms_active()
+    return False
 
 
 def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None] | None = None) -> torch.dtype:
