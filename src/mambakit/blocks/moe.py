@@ -103,6 +103,7 @@ class MoE(Stateless[MoEConfig]):
     """
 
     config_class = MoEConfig
+    entry = "experts_in"
     stacked_maps = ("experts_in", "experts_out")
 
     def __init__(self, config: MoEConfig | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
