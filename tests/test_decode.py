@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import CONFIGS
+from blocks import CONFIGS, MAMBAS
 from compare import error
 from mambakit import (
     LanguageModel,
@@ -32,7 +32,8 @@ from mambakit.ops.backends import use_backend
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 VOCABULARY = 50
 ROTATING = ("mamba3-quaternion", "mamba3-learned")
-NAMES = [name for name in CONFIGS if name not in ROTATING]
+STEPPED = ("mamba1-normed", "mamba1-rms", "mamba2-multipliers")
+NAMES = [name for name in MAMBAS if name not in (*ROTATING, *STEPPED)]
 MODELS = {
     "tied": {},
     "untied-mlp": {"tie_embeddings": False, "d_intermediate": 8},
@@ -282,6 +283,8 @@ REFUSED = {
     "it is a Other": lambda: Other(ModelConfig(block=BLOCK, n_layer=1, vocab_size=9)),
     "MultiGate": lambda: make_model(BLOCK, multi_gate=MultiGateConfig(n_streams=2)),
     "leaves out a residual": lambda: make_model(BLOCK, ignore_first_residual=True),
+    "mixer norms dt, B and C": lambda: make_model(CONFIGS["mamba1-rms"]),
+    "mixer has ssm_multipliers": lambda: make_model(CONFIGS["mamba2-multipliers"]),
     "quaternions": lambda: make_model(CONFIGS["mamba3-quaternion"]),
     "in_proj has weights of torch.float64": lambda: make_model(BLOCK, dtype=torch.float64),
     "weights of torch.int8 in a form": lambda: quantize(make_model(BLOCK), 8).to(torch.bfloat16),

@@ -3,6 +3,7 @@
 import mambakit.kernels.cpu
 import mambakit.kernels.triton  # noqa: F401 - both register what they have behind the operations
 from mambakit.blocks import caches
+from mambakit.blocks.attention import Attention, AttentionCache, AttentionConfig
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
@@ -46,6 +47,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MLP",
+    "Attention",
+    "AttentionCache",
+    "AttentionConfig",
     "BidirectionalConfig",
     "BidirectionalStack",
     "Custom",
