@@ -252,8 +252,8 @@ def check_input(block: Any, x_bsd: Tensor) -> None:
 def check_projected(module: nn.Module, name: str, x: Tensor) -> None:
     """That `x` can enter the first projection; an adapter or a quantized one says for itself what it takes."""
     first: Any = getattr(module, getattr(module, "entry", "in_proj"), None)
-    weight = first if isinstance(first, Tensor) else None
-    if is_plain(first, Linear) or is_plain(first, nn.Linear):
+    weight: Tensor | None = first if isinstance(first, Tensor) else None
+    if isinstance(first, nn.Module) and (is_plain(first, Linear) or is_plain(first, nn.Linear)):
         weight = first.weight
     if not x.is_floating_point() or (weight is not None and x.dtype != weight.dtype and not casts(x, weight)):
         wanted = next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
