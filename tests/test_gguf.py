@@ -1,0 +1,370 @@
+"""GGUF files, as llama.cpp's converter writes them: the weights come back, and bad files are refused in one line."""
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compare import check
+from mambakit import LanguageModel, Mamba1Config, Mamba2Config, ModelConfig, load_model
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+TYPE = gguf.GGMLQuantizationType
+ALWAYS_F32 = ("conv1d.weight", "A_log", "D", "norm.weight", "norm_f.weight")
+BLOCKS = {
+    "mamba1": Mamba1Config(d_model=32, state_rank=5, dt_rank=3, conv_kernel=3),
+    "mamba1-odd": Mamba1Config(
+        d_model=32, expand=1.25, state_rank=1, dt_rank=2, conv_kernel=1, conv_bias=False, bias=True
+    ),
+    "mamba1-rms": Mamba1Config(
+        d_model=32, state_rank=4, dt_rank=2, dt_b_c_norm=True, dt_b_c_norm_weight=False, norm_eps=1e-3
+    ),
+    "mamba2": Mamba2Config(d_model=32, state_rank=16, per_head_dim=16, norm_eps=1e-3),
+    "mamba2-groups": Mamba2Config(d_model=32, d_inner=72, state_rank=8, per_head_dim=8, ngroups=3, norm_eps=1e-3),
+}
+
+
+def make(name: str, **options: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    model = LanguageModel(
+        ModelConfig(block=BLOCKS[name], n_layer=2, vocab_size=48, norm_eps=1e-3, pad_vocab_size_multiple=1, **options)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def metadata(model: LanguageModel) -> dict[str, Any]:
+    """By the names of the writer's methods."""
+    block: Any = model.config.block
+    first = isinstance(block, Mamba1Config)
+    return {
+        "context_length": 2**20,
+        "embedding_length": block.d_model,
+        "feed_forward_length": 0,
+        "head_count": 0,
+        "block_count": model.config.n_layer,
+        "ssm_conv_kernel": block.conv_kernel,
+        "ssm_inner_size": block.d_inner if first else block.inner_width,
+        "ssm_state_size": block.state_rank,
+        "ssm_time_step_rank": block.dt_width if first else block.nheads,
+        **({"ssm_dt_b_c_rms": block.dt_b_c_norm} if first else {"ssm_group_count": block.ngroups}),
+        "layer_norm_rms_eps": model.config.norm_eps,
+        "token_list": [f"token {i}" for i in range(48)],
+        "token_scores": [0.5] * 48,
+        "file_type": 0,
+    }
+
+
+def written(
+    path: Path,
+    model: LanguageModel,
+    kind: str = "F32",
+    *,
+    weights: dict[str, Tensor] | None = None,
+    architecture: str | None = None,
+    change: Callable[[dict[str, Any], dict[str, tuple[Any, np.ndarray]]], None] | None = None,
+) -> dict[str, tuple[Any, np.ndarray]]:
+    """What llama.cpp's converter would write of the model, and the tensors of it; `change` may alter both first."""
+    block: Any = model.config.block
+    first = isinstance(block, Mamba1Config)
+    architecture = architecture or ("mamba" if first else "mamba2")
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MAMBA if first else gguf.MODEL_ARCH.MAMBA2, model.config.n_layer)
+    tensors: dict[str, tuple[Any, np.ndarray]] = {}
+    for name, tensor in (weights or model.state_dict()).items():
+        if name == "lm_head.weight" and model.config.tie_embeddings:
+            continue
+        name = name.replace("backbone.embedding.", "backbone.embeddings.").replace(".dt_bias", ".dt_proj.bias")
+        called = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert called is not None
+        if name.endswith("conv1d.weight"):
+            tensor = tensor.squeeze()
+        if name.endswith("A_log"):
+            tensor = -torch.exp(tensor)
+        if not first and name.endswith((".A_log", ".D")):
+            tensor = tensor[:, None]
+        if name.endswith("mixer.norm.weight"):
+            tensor = tensor.reshape(block.ngroups, -1)
+        array, type = tensor.numpy(), TYPE[kind]
+        if name.endswith(ALWAYS_F32) or array.ndim == 1:
+            type = TYPE.F32
+        elif array.shape[-1] % gguf.GGML_QUANT_SIZES[type][0]:
+            type = TYPE.F16
+        tensors[called] = type, gguf.quants.quantize(array, type)
+    fields = metadata(model)
+    if change is not None:
+        change(fields, tensors)
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+    for name, (type, array) in tensors.items():
+        writer.add_tensor(name, array, raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_comes_back(name, tied, tmp_path):
+    """The very config, the very weights but for the logarithm of A, and so the logits."""
+    model = make(name, tie_embeddings=tied)
+    written(tmp_path / "model.gguf", model)
+    again = load_model(tmp_path / "model.gguf")
+    assert again.config == model.config
+    weights = model.state_dict()
+    for key, tensor in again.state_dict().items():
+        if key.endswith("A_log"):
+            check(1e-6, {key: tensor}, {key: weights[key]})
+            check(1e-7, {key: tensor.exp()}, {key: weights[key].exp()})
+        else:
+            assert torch.equal(tensor, weights[key]), key
+    ids = torch.randint(48, (2, 11))
+    check(1e-5, {"logits": again(ids)[0]}, {"logits": model(ids)[0]}, floor=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2-groups"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
+def test_types(name, kind, dtype, tmp_path):
+    """The numbers that the package reads, in float32 or in the dtype asked for."""
+    stored = written(tmp_path / "model.gguf", make(name), kind)
+    assert kind in {type.name for type, _ in stored.values()}
+    model = load_model(tmp_path / "model.gguf", dtype=dtype)
+    for ours, theirs in (("in_proj.weight", "ssm_in.weight"), ("out_proj.weight", "ssm_out.weight")):
+        type, array = stored[f"blk.1.{theirs}"]
+        want = torch.from_numpy(gguf.quants.dequantize(array, type)).to(dtype or torch.float32)
+        got = model.backbone.layers[1].mixer.get_parameter(ours)
+        assert got.dtype == (dtype or torch.float32)
+        assert torch.equal(got, want), ours
+    type, array = stored["token_embd.weight"]
+    want = torch.from_numpy(gguf.quants.dequantize(array, type)).to(dtype or torch.float32)
+    assert torch.equal(model.lm_head.weight, want)
+    assert model.lm_head.weight is model.backbone.embedding.weight
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 48, "layer_norm_epsilon": 1e-3}
+PEERS = {
+    "mamba1": lambda: transformers.MambaForCausalLM(
+        transformers.MambaConfig(**SIZES, state_size=5, time_step_rank=3, conv_kernel=3)
+    ),
+    "mamba1-rms": lambda: transformers.FalconMambaForCausalLM(
+        transformers.FalconMambaConfig(**SIZES, state_size=4, time_step_rank=2, mixer_rms_eps=1e-3)
+    ),
+    "mamba2": lambda: transformers.Mamba2ForCausalLM(
+        transformers.Mamba2Config(**SIZES, state_size=16, head_dim=16, num_heads=4, n_groups=1, chunk_size=8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_equals_transformers(name, tmp_path):
+    torch.manual_seed(1)
+    peer: Any = PEERS[name]().eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    weights = {key: tensor for key, tensor in peer.state_dict().items() if "layernorm" not in key}
+    written(tmp_path / "model.gguf", make(name, tie_embeddings=peer.config.tie_word_embeddings), weights=weights)
+    model = load_model(tmp_path / "model.gguf")
+    ids = torch.randint(48, (2, 13))
+    with torch.no_grad():
+        check(1e-5, {"logits": model(ids)[0]}, {"logits": peer(ids).logits}, floor=1e-3)
+
+
+def test_the_norm_may_be_taken_otherwise(tmp_path):
+    written(tmp_path / "model.gguf", make("mamba2-groups"))
+    block: Any = load_model(tmp_path / "model.gguf", norm_group_size=72).config.block
+    assert block.norm_width == 72
+
+
+def drop(*names: str) -> Any:
+    def change(fields, tensors):
+        for name in names:
+            fields.pop(name, None)
+            tensors.pop(name, None)
+
+    return change
+
+
+def put(fields: dict[str, Any] | None = None, **tensors: tuple[Any, np.ndarray]) -> Any:
+    def change(was, stored):
+        was |= fields or {}
+        stored |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+
+    return change
+
+
+FLAT = np.zeros((4, 144), np.uint8)
+WRONG = {
+    "mamba2.ssm.state_size": drop("ssm_state_size"),
+    "missing mamba2.embedding_length, mamba2.ssm.conv_kernel": drop("ssm_conv_kernel", "embedding_length"),
+    "mamba2.ssm.time_step_rank is None, expected a positive integer": drop("ssm_time_step_rank"),
+    "there is no token_embd.weight": drop("token_embd.weight"),
+    "missing backbone.layers.1.mixer.A_log": drop("blk.1.ssm_a"),
+    "mamba2.block_count asks for 4294967295": put({"block_count": 2**32 - 1}),
+    "the config has 1000000 layers, but there are 20 tensors in all": put({"block_count": 10**6}),
+    "inner_size = 64 is not a multiple of the 5 heads": put({"ssm_time_step_rank": 5}),
+    "state_rank = 4294967295, but no tensor has an axis above": put({"ssm_state_size": 2**32 - 1}),
+    "norm_eps = 0.0 has to be positive": put({"layer_norm_rms_eps": 0.0}),
+    "tensors of the type Q4_K are not read; F32, F16, BF16, Q8_0, Q4_0 are": put(
+        blk__0__ssm_in__weight=(TYPE.Q4_K, FLAT)
+    ),
+    "of the type I32": put(extra=(TYPE.I32, np.zeros(4, np.int32))),
+    "tensors that are not known: 'blk.0.attn_q.weight'": put(
+        blk__0__attn_q__weight=(TYPE.F32, np.zeros(4, np.float32))
+    ),
+    "blk.0.ssm_a has numbers that are not negative": put(blk__0__ssm_a=(TYPE.F32, np.zeros((4, 1), np.float32))),
+    "mixer.D is [5] instead of [4]": put(blk__0__ssm_d=(TYPE.F32, np.zeros((5, 1), np.float32))),
+    "is no whole tensor": put(blk__0__ssm_d=(TYPE.F32, np.zeros((0, 1), np.float32))),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_wrong_is_named(message, tmp_path):
+    path = tmp_path / "model.gguf"
+    written(path, make("mamba2"), change=WRONG[message])
+    with pytest.raises(ValueError) as caught:
+        load_model(path)
+    told = str(caught.value)
+    assert message in told
+    assert str(path) in told
+    assert "\n" not in told
+
+
+def test_other_architectures(tmp_path):
+    path = tmp_path / "model.gguf"
+    written(path, make("mamba1"), architecture="llama")
+    with pytest.raises(ValueError, match="the architecture 'llama' is not supported, expected mamba or mamba2"):
+        load_model(path)
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no file .*none\.gguf"):
+        load_model(tmp_path / "none.gguf")
+    for content in (b"", b"GG", b"GGML" * 20, b"PK\3\4"):
+        (tmp_path / "other.gguf").write_bytes(content)
+        with pytest.raises(ValueError, match="it does not start with GGUF"):
+            load_model(str(tmp_path / "other.gguf"))
+    (tmp_path / "old.gguf").write_bytes(b"GGUF" + b"\1\0\0\0" * 20)
+    with pytest.raises(ValueError, match="version = 1, but versions 2 and 3 are read"):
+        load_model(tmp_path / "old.gguf")
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    written(tmp_path / "model.gguf", make("mamba1"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"needs the package gguf: pip install mambakit\[gguf\]"):
+        load_model(tmp_path / "model.gguf")
+
+
+def test_parts_are_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="it is one of 3 parts; join them with llama-gguf-split --merge"):
+        load_model(path)
+
+
+def test_cut_short(tmp_path):
+    path = tmp_path / "model.gguf"
+    written(path, make("mamba2"))
+    content = path.read_bytes()
+    make_random = random.Random(0)
+    for size in [*range(4, 200, 7), *(make_random.randrange(200, len(content) - 32) for _ in range(60))]:
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match="it is cut short"):
+            load_model(path)
+
+
+def header(*parts: bytes | int | tuple[str, int]) -> bytes:
+    """Integers take eight bytes, or as many as the letter says."""
+    sizes = {"I": 4, "Q": 8}
+    out = b"GGUF\3\0\0\0"
+    for part in parts:
+        if isinstance(part, bytes):
+            out += part
+        else:
+            code, number = part if isinstance(part, tuple) else ("Q", part)
+            out += number.to_bytes(sizes[code], "little")
+    return out
+
+
+HOSTILE = {
+    "18446744073709551615 tensors, and at most": header(2**64 - 1, 0),
+    "9223372036854775807 fields, and at most": header(0, 2**63 - 1),
+    "bytes of text in one piece, and at most": header(0, 1, 2**60),
+    "1152921504606846976 values in one list, and at most": header(0, 1, 1, b"a", ("I", 9), ("I", 0), 2**60),
+    "bytes should follow byte": header(0, 1, 1, b"a", ("I", 9), ("I", 10), 2**21),
+    "list of the type 9": header(0, 1, 1, b"a", *[("I", 9)] * 2, 1, bytes(400)),
+    "unknown type 77": header(0, 1, 1, b"a", ("I", 77)),
+    "is no UTF-8": header(0, 1, 1, b"\xff", ("I", 77)),
+    "has 4000000000 axes": header(1, 0, 1, b"a", ("I", 4_000_000_000)),
+    "it has 'a' twice": header(0, 2, *[1, b"a", ("I", 4), ("I", 1)] * 2),
+    "the tensor 'a' twice": header(2, 0, *[1, b"a", ("I", 1), 1, ("I", 0), 0] * 2),
+    "general.alignment = 0": header(0, 1, 17, b"general.alignment", ("I", 4), ("I", 0)),
+}
+
+
+@pytest.mark.parametrize("message", HOSTILE)
+def test_hostile_headers_are_refused_in_no_time(message, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(HOSTILE[message])
+    with pytest.raises(ValueError) as caught:
+        load_model(path)
+    assert message in str(caught.value)
+
+
+def test_shared_numbers_are_refused(tmp_path):
+    """Many tensors of the same bytes would be a large model in a small file."""
+    path = tmp_path / "model.gguf"
+    written(path, make("mamba1"), "Q4_0")
+    content = bytearray(path.read_bytes())
+    reader = gguf.GGUFReader(path)
+    for tensor in reader.tensors:
+        # All of them start where the file's data starts, and one has all of it.
+        place = tensor.field.offset + 8 + len(tensor.name) + 4 + 8 * len(tensor.shape) + 4
+        content[place : place + 8] = bytes(8)
+        if tensor.name == "output_norm.weight":
+            start = tensor.field.offset + 8 + len(tensor.name) + 4
+            rest = (len(content) - reader.data_offset) // 4 - 8
+            content[start : start + 8] = rest.to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"its tensors have [\d,]+ bytes, but the file only"):
+        load_model(path)
+
+
+def test_damaged_files_raise_nothing_else(tmp_path):
+    path = tmp_path / "model.gguf"
+    written(path, make("mamba2"))
+    content = path.read_bytes()
+    end = gguf.GGUFReader(path).data_offset
+    make_random = random.Random(1)
+    refused = []
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(make_random.choice([1, 1, 2, 8])):
+            damaged[make_random.randrange(end)] = make_random.choice([0, 1, 9, 127, 255, make_random.randrange(256)])
+        path.write_bytes(damaged)
+        try:
+            load_model(path)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert not [told for told in refused if "\n" in told]
