@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compare import check
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, ModelConfig, load_model
+from mambakit.cli.main import main
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -182,6 +183,15 @@ def test_equals_transformers(name, tmp_path):
     ids = torch.randint(48, (2, 13))
     with torch.no_grad():
         check(1e-5, {"logits": model(ids)[0]}, {"logits": peer(ids).logits}, floor=1e-3)
+
+
+def test_convert(tmp_path):
+    model = make("mamba2", tie_embeddings=False)
+    written(tmp_path / "model.gguf", model, "Q8_0")
+    main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "hf"), "--format", "hf"])
+    weights = load_model(tmp_path / "model.gguf").state_dict()
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(peer.lm_head.weight, weights["lm_head.weight"])
 
 
 def test_the_norm_may_be_taken_otherwise(tmp_path):

@@ -91,7 +91,7 @@ def read_header(path: Path) -> Header:
     try:
         size = path.stat().st_size
         # Copies on writing, so that torch takes it for an ordinary array.
-        content = np.memmap(path, mode="c") if size else np.empty(0, np.uint8)
+        content: Any = np.memmap(path, mode="c") if size else np.empty(0, np.uint8)
     except OSError as error:
         raise ValueError(f"it cannot be read: {error.strerror}") from error
     reader = Reader(memoryview(content))
@@ -173,10 +173,9 @@ class Reader:
 
 def stored(gguf: Any, header: Header) -> dict[str, Tensor]:
     """The tensors under the names of the file."""
-    types = {int(kind): kind for kind in gguf.GGMLQuantizationType}
-    kinds = {header_type: types.get(header_type) for _, header_type, _ in header.tensors.values()}
-    told = sorted(f"number {number}" if kind is None else kind.name for number, kind in kinds.items())
-    refused = [name for name in told if name not in TYPES]
+    kinds: dict[int, Any] = {int(kind): kind for kind in gguf.GGMLQuantizationType}
+    given = {tensor.type for tensor in header.tensors.values()}
+    refused = sorted({kinds[n].name if n in kinds else f"number {n}" for n in given} - set(TYPES))
     if refused:
         raise ValueError(f"tensors of the type {', '.join(refused)} are not read; {', '.join(TYPES)} are")
     pieces: dict[str, tuple[Any, np.ndarray]] = {}
