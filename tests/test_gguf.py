@@ -222,7 +222,7 @@ WRONG = {
     "mamba2.ssm.state_size": drop("ssm_state_size"),
     "missing mamba2.embedding_length, mamba2.ssm.conv_kernel": drop("ssm_conv_kernel", "embedding_length"),
     "mamba2.ssm.time_step_rank is None, expected a positive integer": drop("ssm_time_step_rank"),
-    "there is no token_embd.weight": drop("token_embd.weight"),
+    "there is no token_embd.weight of two axes": drop("token_embd.weight"),
     "missing backbone.layers.1.mixer.A_log": drop("blk.1.ssm_a"),
     "mamba2.block_count asks for 4294967295": put({"block_count": 2**32 - 1}),
     "the config has 1000000 layers, but there are 20 tensors in all": put({"block_count": 10**6}),
