@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import CONFIGS
+from blocks import CONFIGS, MAMBAS
 from compare import error
 from mambakit import (
     LanguageModel,
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missin
 VOCABULARY = 50
 ROTATING = ("mamba3-quaternion", "mamba3-learned")
 STEPPED = ("mamba1-normed", "mamba1-rms", "mamba2-multipliers")
-NAMES = [name for name in CONFIGS if name not in (*ROTATING, *STEPPED)]
+NAMES = [name for name in MAMBAS if name not in (*ROTATING, *STEPPED)]
 MODELS = {
     "tied": {},
     "untied-mlp": {"tie_embeddings": False, "d_intermediate": 8},

@@ -43,6 +43,8 @@ class Family:
     """Of a forward's matrix products beside the projections, for a config and so many tokens."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """More names on the command line, each with the fields it sets."""
+    needed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields without a default, for who does not name them."""
     at_hand: Mapping[str, Any] = field(default_factory=dict)
     """Fields for training on the machine at hand, where the defaults are meant for large models."""
     example: Mapping[str, Any]
@@ -65,7 +67,7 @@ class Family:
 
     def configure(self, *given: Mapping[str, Any]) -> Any:
         """A config; what is given later wins. Sizes that are None, or not of this family, are left out."""
-        sizes = {name: value for each in given for name, value in each.items() if value is not None}
+        sizes = {name: value for each in (self.needed, *given) for name, value in each.items() if value is not None}
         return self.config(**{name: value for name, value in sizes.items() if self.has(name)})
 
 
@@ -99,7 +101,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(values: Any, where: str = "block") -> Any:
     """What `to_dict` gave the values of; `where` is what messages call them."""
     if not isinstance(values, dict):
-        raise ValueError(f"{where} is {values!r}, expected an object with the fields of a block")
+        raise ValueError(f"{where} = {values!r} is of the wrong type, expected an object with the fields of a block")
     fields = dict(values)
     family = fields.pop("family", None)
     if family not in FAMILIES:

@@ -27,6 +27,14 @@ def check_activation(activation: str) -> None:
         raise ValueError(f"activation = {activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
 
 
+def activate(projected: Tensor, gated: bool, activation: str, gate_scale: float = 1.0) -> Tensor:
+    """`value * activation(gate)`, value and gate being the halves of `projected`; ungated `activation(projected)`."""
+    if not gated:
+        return ACTIVATIONS[activation](projected)
+    value, gate = projected.chunk(2, dim=-1)
+    return value * ACTIVATIONS[activation](gate if gate_scale == 1 else gate * gate_scale)
+
+
 @dataclass(frozen=True, slots=True)
 class MLPConfig(BlockConfig):
     d_model: int
@@ -41,6 +49,8 @@ class MLPConfig(BlockConfig):
     def __post_init__(self) -> None:
         check_positive(self, "d_model", "d_hidden")
         check_activation(self.activation)
+        if self.gate_scale != 1 and not self.gated:
+            raise ValueError(f"gate_scale = {self.gate_scale} is for a gated MLP, and gated is False")
 
 
 class MLP(Stateless[MLPConfig]):
@@ -68,13 +78,8 @@ class MLP(Stateless[MLPConfig]):
         self, x_bsd: Tensor, cache: NoCache, path: SsdPath, segments_bs: Tensor | None, lengths_b: Tensor | None
     ) -> tuple[Tensor, NoCache]:
         config = self.config
-        activate = ACTIVATIONS[config.activation]
-        if not config.gated:
-            return self.fc2(activate(self.fc1(x_bsd))), cache
-        value, gate = self.fc1(x_bsd).chunk(2, dim=-1)
-        if config.gate_scale != 1:
-            gate = gate * config.gate_scale
-        return self.fc2(value * activate(gate)), cache
+        hidden = activate(self.fc1(x_bsd), config.gated, config.activation, config.gate_scale)
+        return self.fc2(hidden), cache
 
 
 FAMILY = register(

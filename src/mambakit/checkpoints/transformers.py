@@ -88,8 +88,6 @@ def inner_width(block: Any) -> int:
 def read(values: dict[str, Any]) -> ModelConfig:
     """The gated norm of Mamba-2 is taken per group, as in the official code."""
     model_type = values["model_type"]
-    if not isinstance(model_type, str) or model_type not in FAMILY:
-        raise ValueError(f"model_type = {shown(model_type)} is not supported, expected {' or '.join(FAMILY)}")
     family = FAMILY[model_type]
     implied = IMPLIED_IN[family]
     values = {name: value for name, value in values.items() if name not in IGNORED | IGNORED_IN[family]}

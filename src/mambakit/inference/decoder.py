@@ -170,8 +170,13 @@ def step_of(block: Block) -> FusedStep:
 
 
 def copied(cache: Any) -> Any:
-    made = (torch.clone(t, memory_format=torch.contiguous_format) if isinstance(t, Tensor) else t for t in cache)
-    return type(cache)(*(t.detach() if isinstance(t, Tensor) else t for t in made))
+    """In contiguous memory of its own, cut off from what computed it."""
+    if isinstance(cache, Tensor):
+        return torch.clone(cache, memory_format=torch.contiguous_format).detach()
+    if not isinstance(cache, tuple):
+        return cache
+    parts = [copied(part) for part in cache]
+    return type(cache)(*parts) if hasattr(cache, "_fields") else tuple(parts)
 
 
 def why_not(model: nn.Module) -> str | None:

@@ -62,8 +62,10 @@ class LanguageModel(nn.Module):
         with torch.no_grad():
             nn.init.normal_(self.backbone.embedding.weight, std=0.02)
             for name, parameter in self.backbone.named_parameters():
-                if name.endswith(("out_proj.weight", "fc2.weight")):
-                    nn.init.kaiming_uniform_(parameter, a=5**0.5)
+                if name.endswith(("out_proj.weight", "fc2.weight", "experts_out")):
+                    # Each expert is a matrix of its own.
+                    for matrix in parameter if parameter.dim() == 3 else (parameter,):
+                        nn.init.kaiming_uniform_(matrix, a=5**0.5)
                     parameter /= self.config.n_layer**0.5
                 elif name.endswith(("in_proj.bias", "out_proj.bias")):
                     nn.init.zeros_(parameter)

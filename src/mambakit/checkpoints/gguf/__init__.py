@@ -6,11 +6,11 @@ from pathlib import Path
 from torch import Tensor
 
 from mambakit.checkpoints.fields import shown
+from mambakit.checkpoints.formats import Read
 from mambakit.checkpoints.gguf.container import read_header, stored
 from mambakit.checkpoints.gguf.described import Described
 from mambakit.checkpoints.gguf.mamba import ARCHITECTURES
 from mambakit.checkpoints.gguf.tensors import named
-from mambakit.models.language_model import ModelConfig
 
 SUFFIX = ".gguf"
 
@@ -21,8 +21,8 @@ def is_file(path_or_hub_name: str | os.PathLike[str]) -> bool:
     return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
-def read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The config and the weights under our names, mapped from the file or, where quantized, as float32.
+def read(path: Path) -> tuple[Read, dict[str, Tensor]]:
+    """The config and the weights, mapped from the file or, where quantized, as float32.
 
     ValueError names what is wrong with the file.
     """
@@ -42,6 +42,6 @@ def read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             raise ValueError(f"it is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
         architecture = ARCHITECTURES[name]
         config = architecture.config(Described(name, header))
-        return config, named(stored(gguf, header), architecture.layout)
+        return Read(config), named(stored(gguf, header), architecture.layout)
     except ValueError as error:
         raise ValueError(f"{path}, read as GGUF: {error}") from error
