@@ -2,6 +2,7 @@
 
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from compare import check
@@ -257,7 +259,9 @@ def test_what_is_wrong_is_named(message, tmp_path):
 def test_other_architectures(tmp_path):
     path = tmp_path / "model.gguf"
     written(path, make("mamba1"), architecture="llama")
-    with pytest.raises(ValueError, match="the architecture 'llama' is not supported, expected mamba or mamba2"):
+    with pytest.raises(
+        ValueError, match="the architecture 'llama' is not supported, expected one of mamba, mamba2, falcon-h1, "
+    ):
         load_model(path)
 
 
@@ -360,9 +364,13 @@ def test_shared_numbers_are_refused(tmp_path):
         load_model(path)
 
 
-def test_damaged_files_raise_nothing_else(tmp_path):
+@pytest.mark.parametrize("name", ["mamba2", "granite-experts", "jamba"])
+def test_damaged_files_raise_nothing_else(name, tmp_path):
     path = tmp_path / "model.gguf"
-    written(path, make("mamba2"))
+    if name == "mamba2":
+        written(path, make(name))
+    else:
+        converted(path, *hybrid(name), tmp_path / "hub")
     content = path.read_bytes()
     end = gguf.GGUFReader(path).data_offset
     make_random = random.Random(1)
@@ -378,3 +386,267 @@ def test_damaged_files_raise_nothing_else(tmp_path):
             refused.append(str(error))
     assert len(refused) > 100
     assert not [told for told in refused if "\n" in told]
+
+
+BODY = {"vocab_size": 48, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+DEEP = {**BODY, "num_hidden_layers": 4, "intermediate_size": 64, "rms_norm_eps": 1e-3}
+HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_expand": 2}
+TYPES = ["mamba", "attention", "mamba", "mamba"]
+SCALES = {"attention_multiplier": 0.3, "embedding_multiplier": 1.7, "residual_multiplier": 0.22, "logits_scaling": 1.5}
+GRANITE = {**DEEP, **HEADS, **SCALES, "layer_types": TYPES, "shared_intermediate_size": 96}
+NEMOTRON = {
+    **{**BODY, "head_dim": 16, "intermediate_size": 64, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+    **{"ssm_state_size": 4, "layer_norm_epsilon": 1e-3, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+}
+EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "n_group": 1}
+HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "falcon_h1": (
+        "FalconH1",
+        "falcon-h1",
+        {
+            **{**DEEP, **HEADS, "mamba_n_groups": 2, "mamba_d_ssm": 64, "head_dim": 16},
+            **{"mamba_rms_norm": True, "mamba_norm_before_gate": False, "ssm_multipliers": [0.5, 1.25, 0.7, 1.5, 2.0]},
+            **{"ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.2, "attention_in_multiplier": 0.9},
+            **{"attention_out_multiplier": 1.1, "key_multiplier": 0.6, "mlp_multipliers": [0.7, 1.3]},
+            **{"embedding_multiplier": 1.6, "lm_head_multiplier": 0.4},
+        },
+    ),
+    "falcon_h1-gate": ("FalconH1", "falcon-h1", {**DEEP, **HEADS, "mamba_d_ssm": 64, "head_dim": 8}),
+    "bamba": ("Bamba", "granitehybrid", {**DEEP, **HEADS, "attn_layer_indices": [1, 3]}),
+    "granite": ("GraniteMoeHybrid", "granitehybrid", {**GRANITE, "num_local_experts": 0}),
+    "granite-experts": ("GraniteMoeHybrid", "granitehybrid", {**GRANITE, "num_local_experts": 4}),
+    "jamba": (
+        "Jamba",
+        "jamba",
+        {
+            **{**DEEP, "mamba_d_state": 4, "mamba_dt_rank": 3, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"attn_layer_period": 4, "attn_layer_offset": 2},
+        },
+    ),
+    "nemotron": ("NemotronH", "nemotron_h", NEMOTRON),
+    "nemotron-experts": (
+        "NemotronH",
+        "nemotron_h_moe",
+        {**NEMOTRON, **EXPERTS, "layers_block_type": ["mamba", "attention", "moe", "moe"]},
+    ),
+}
+
+
+def of_layers(config: Any, architecture: str) -> dict[str, Any]:
+    """What the converter says of layers and experts, by the names of the writer's methods."""
+    kv = config.num_key_value_heads
+    if architecture == "falcon-h1":
+        fields = {"head_count_kv": kv, "key_length": config.head_dim, "rope_freq_base": 10000.0}
+        return {**fields, "feed_forward_length": config.intermediate_size}
+    if architecture == "jamba":
+        attends = [i % config.attn_layer_period == config.attn_layer_offset for i in range(4)]
+        experts = {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+        kvs = [kv * attend for attend in attends]
+        return {**experts, "head_count_kv": kvs, "feed_forward_length": config.intermediate_size}
+    kinds = config.layers_block_type if architecture.startswith("nemotron") else config.layer_types
+    attends = [kind in ("attention", "full_attention") for kind in kinds]
+    fields = {"head_count_kv": [kv * attend for attend in attends]}
+    if architecture.startswith("nemotron"):
+        is_moe = architecture.endswith("moe")
+        width = config.moe_intermediate_size if is_moe else config.intermediate_size
+        fields |= {"feed_forward_length": [width * (kind in ("mlp", "moe")) for kind in kinds]}
+        fields |= {"key_length": config.head_dim}
+        if is_moe:
+            fields |= {
+                "expert_count": config.n_routed_experts,
+                "expert_used_count": config.num_experts_per_tok,
+                "expert_feed_forward_length": width,
+                "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+                "expert_weights_norm": config.norm_topk_prob,
+                "expert_weights_scale": config.routed_scaling_factor,
+                "expert_group_count": config.n_group,
+            }
+        return fields
+    fields |= {"feed_forward_length": config.intermediate_size}
+    if config.model_type == "bamba":
+        return {**fields, "rope_scaling_finetuned": True, "rope_dimension_count": 4, "rope_freq_base": 10000.0}
+    if config.num_local_experts:
+        fields |= {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
+    return {
+        **fields,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "attention_scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+        "rope_scaling_finetuned": False,
+    }
+
+
+def of_mixer(config: Any) -> dict[str, Any]:
+    given = vars(config)
+    if config.model_type == "jamba":
+        inner, groups, heads = 2 * config.hidden_size, {}, config.mamba_dt_rank
+    elif config.model_type == "nemotron_h":
+        heads, groups = config.mamba_num_heads, {"ssm_group_count": config.n_groups}
+        inner = heads * config.mamba_head_dim
+    else:
+        heads, groups = config.mamba_n_heads, {"ssm_group_count": config.mamba_n_groups}
+        inner = heads * config.mamba_d_head
+    return {
+        **groups,
+        "ssm_conv_kernel": given.get("mamba_d_conv") or given["conv_kernel"],
+        "ssm_state_size": given.get("mamba_d_state") or given["ssm_state_size"],
+        "ssm_inner_size": inner,
+        "ssm_time_step_rank": heads,
+        "layer_norm_rms_eps": given.get("rms_norm_eps") or given["layer_norm_epsilon"],
+        "embedding_length": config.hidden_size,
+        "block_count": 4,
+        "head_count": config.num_attention_heads,
+    }
+
+
+def beside(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of pairs half a head apart put side by side."""
+    return tensor.reshape(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+
+
+def multiplied(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """Falcon-H1's weights with its multipliers in them."""
+    factors = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    module = name.split(".")[-2]
+    if module == "in_proj":
+        width, gr = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+        parts = tensor.split((width, width, gr, gr, config.mamba_n_heads))
+        both = zip(parts, config.ssm_multipliers, strict=True)
+        return torch.cat([part * factor * config.ssm_in_multiplier for part, factor in both])
+    return tensor * factors.get(module, 1.0)
+
+
+def converted(
+    path: Path, peer: Any, architecture: str, folder: Path, kind: str = "F32", drop: str = "", **changes: Any
+) -> dict[str, Tensor]:
+    """What llama.cpp's converter would write of a hybrid of transformers."""
+    peer.save_pretrained(folder)
+    config = peer.config
+    known = gguf.get_tensor_name_map({name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], 4)
+    stacked: dict[str, list[Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
+        if config.model_type == "falcon_h1" and tensor.dim() > 1 and "conv1d" not in name:
+            tensor = multiplied(name, tensor, config)
+        if ".experts." in name:
+            layer, _, rest = name.partition(".experts.")
+            number = layer.split(".")[2]
+            stacked.setdefault(f"model.layers.{number}.mlp.experts.{rest.split('.', 1)[1]}", []).append(tensor)
+        elif "input_linear" in name:
+            of = "_exps" if "block_sparse" in name else "_shexp" if config.num_local_experts else ""
+            number = name.split(".")[2]
+            halves = tensor.chunk(2, -2)
+            tensors |= {
+                f"blk.{number}.ffn_{part}{of}.weight": half for part, half in zip(("gate", "up"), halves, strict=True)
+            }
+        elif "shared_mlp.output_linear" in name and not config.num_local_experts:
+            tensors[f"blk.{name.split('.')[2]}.ffn_down.weight"] = tensor
+        else:
+            if architecture in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+                for ending, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+                    tensor = beside(tensor, heads) if name.endswith(f"{ending}.weight") else tensor
+            if name.endswith("A_log"):
+                tensor = -torch.exp(tensor)
+            if architecture != "jamba" and name.endswith((".A_log", ".D")):
+                tensor = tensor[:, None]
+            if name.endswith("conv1d.weight"):
+                tensor = tensor.squeeze()
+            if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+                tensor = tensor.reshape(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
+            name = name.replace(".dt_bias", ".dt_proj.bias").replace(
+                "e_score_correction_bias", "e_score_correction.bias"
+            )
+            called = known.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert called is not None, name
+            tensors[called] = tensor
+    for name, parts in stacked.items():
+        tensors[known.get_name(name, try_suffixes=(".weight",))] = torch.stack(parts)
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in {**of_mixer(config), **of_layers(config, architecture), **changes}.items():
+        getattr(writer, f"add_{name}")(value)
+    for name, tensor in tensors.items():
+        if name != drop:
+            type = TYPE[kind] if tensor.dim() > 1 and tensor.shape[-1] % 32 == 0 else TYPE.F32
+            writer.add_tensor(name, gguf.quants.quantize(tensor.contiguous().numpy(), type), raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def hybrid(name: str) -> tuple[Any, str]:
+    torch.manual_seed(2)
+    kind, architecture, options = HYBRIDS[name]
+    peer = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**options)).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return peer, architecture
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_equal_transformers(name, tmp_path):
+    peer, architecture = hybrid(name)
+    converted(tmp_path / "model.gguf", peer, architecture, tmp_path / "hub")
+    # transformers limits Nemotron's steps in a forward.
+    limit = {"dt_limit": (peer.config.time_step_min, float("inf"))} if architecture.startswith("nemotron") else {}
+    model = load_model(tmp_path / "model.gguf", **limit)
+    ids = torch.randint(48, (2, 13))
+    with torch.no_grad():
+        check(1e-5, {"logits": model(ids)[0]}, {"logits": peer(ids).logits}, floor=1e-3)
+    if name == "falcon_h1":
+        return  # whose weights have the multipliers in them
+    with warnings.catch_warnings(action="ignore"):
+        weights = load_model(tmp_path / "hub").state_dict()
+    assert weights.keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        if key.endswith("A_log"):
+            check(1e-6, {key: tensor}, {key: weights[key]})
+        else:
+            assert torch.equal(tensor, weights[key]), key
+
+
+def test_quantized_experts(tmp_path):
+    peer, architecture = hybrid("jamba")
+    tensors = converted(tmp_path / "model.gguf", peer, architecture, tmp_path / "hub", "Q8_0")
+    weights = load_model(tmp_path / "model.gguf", dtype=torch.float64).backbone.layers[1].state_dict()
+    (got,) = (tensor for key, tensor in weights.items() if key.endswith("experts_out"))
+    raw = gguf.quants.quantize(tensors["blk.1.ffn_down_exps.weight"].numpy(), TYPE.Q8_0)
+    assert torch.equal(got, torch.from_numpy(gguf.quants.dequantize(raw, TYPE.Q8_0)).double())
+
+
+WRONG_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "head_count_kv is array([0, 2, 0]": ("granite", {"head_count_kv": [0, 2, 0]}),
+    "head_count_kv has [1, 2], expected one number beside 0": ("granite", {"head_count_kv": [0, 2, 1, 0]}),
+    "layers with attention do not follow one another at equal distances": ("jamba", {"head_count_kv": [2, 2, 0, 2]}),
+    "a gate and what it is for, are not two of one shape": ("granite", {"drop": "blk.2.ffn_up.weight"}),
+    "missing model.layers.1.feed_forward.experts.0.up_proj.weight": ("jamba", {"drop": "blk.1.ffn_up_exps.weight"}),
+    "convert the model with --no-mtp": ("nemotron-experts", {"nextn_predict_layers": 1}),
+    "block_count asks for 4000000": ("bamba", {"block_count": 4_000_000}),
+    "top_k = 9 is more than n_experts = 4": ("granite-experts", {"expert_used_count": 9}),
+    "hidden_size = 32 is not a multiple of num_attention_heads = 5": ("bamba", {"head_count": 5}),
+    "ssm.inner_size = 64 is not a multiple of the 7 heads": ("falcon_h1", {"ssm_time_step_rank": 7}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_HYBRIDS)
+def test_what_is_wrong_with_hybrids_is_named(message, tmp_path):
+    name, changes = WRONG_HYBRIDS[message]
+    converted(tmp_path / "model.gguf", *hybrid(name), tmp_path / "hub", **changes)
+    with pytest.raises(ValueError) as caught:
+        load_model(tmp_path / "model.gguf")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -9,6 +9,7 @@ from mambakit.checkpoints.fields import shown
 from mambakit.checkpoints.formats import Read
 from mambakit.checkpoints.gguf.container import read_header, stored
 from mambakit.checkpoints.gguf.described import Described
+from mambakit.checkpoints.gguf.hybrids import HYBRIDS
 from mambakit.checkpoints.gguf.mamba import ARCHITECTURES
 from mambakit.checkpoints.gguf.tensors import named
 
@@ -35,13 +36,18 @@ def read(path: Path) -> tuple[Read, dict[str, Tensor]]:
     try:
         header = read_header(path)
         name = header.metadata.get("general.architecture")
-        if not isinstance(name, str) or name not in ARCHITECTURES:
-            raise ValueError(f"the architecture {shown(name)} is not supported, expected {' or '.join(ARCHITECTURES)}")
+        if not isinstance(name, str) or name not in (*ARCHITECTURES, *HYBRIDS):
+            known = ", ".join((*ARCHITECTURES, *HYBRIDS))
+            raise ValueError(f"the architecture {shown(name)} is not supported, expected one of {known}")
         parts = header.metadata.get("split.count", 1)
         if parts != 1:
             raise ValueError(f"it is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
-        architecture = ARCHITECTURES[name]
-        config = architecture.config(Described(name, header))
-        return Read(config), named(stored(gguf, header), architecture.layout)
+        described = Described(name, header)
+        if name in ARCHITECTURES:
+            architecture = ARCHITECTURES[name]
+            return Read(architecture.config(described)), named(stored(gguf, header), architecture.layout)
+        hybrid = HYBRIDS[name](described)
+        described.lint.close()
+        return hybrid.read(), named(stored(gguf, header), hybrid.layout, hybrid.heads)
     except ValueError as error:
         raise ValueError(f"{path}, read as GGUF: {error}") from error
