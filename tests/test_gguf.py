@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compare import check
 from mambakit import LanguageModel, Mamba1Config, Mamba2Config, ModelConfig, load_model
+from mambakit.checkpoints.names import Renamed, same
 from mambakit.cli.main import main
 
 gguf = pytest.importorskip("gguf")
@@ -650,3 +651,11 @@ def test_what_is_wrong_with_hybrids_is_named(message, tmp_path):
         load_model(tmp_path / "model.gguf")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_taken_is_let_go():
+    """A tensor that was made from a file, not mapped, should not live beside the model's copy of it."""
+    stored = {"a": torch.ones(2), "b": torch.zeros(3)}
+    ours = Renamed(stored, [same("x", "a"), same("y", "b")])
+    assert torch.equal(ours.take("x"), torch.ones(2))
+    assert (list(ours), list(stored)) == (["y"], ["b"])

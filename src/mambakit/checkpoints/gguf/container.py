@@ -149,15 +149,15 @@ def stored(gguf: Any, header: Header) -> dict[str, Tensor]:
         if start + length > size:
             raise ValueError(f"it is cut short: {shown(name)} ends at byte {start + length} of {size}")
         total += length
-        pieces[name] = kind, header.content[start : start + length]
+        pieces[name] = kind, header.content[start : start + length].reshape(*shape[:-1], -1)
     # Tensors that share numbers would be few bytes here and many once they are read.
     if total > size:
         raise ValueError(f"its tensors have {total:,} bytes, but the file only {size:,}")
-    return {name: numbers(gguf, kind, raw).reshape(header.tensors[name].shape) for name, (kind, raw) in pieces.items()}
+    return {name: numbers(gguf, kind, raw) for name, (kind, raw) in pieces.items()}
 
 
 def numbers(gguf: Any, kind: Any, raw: np.ndarray) -> Tensor:
-    """Mapped from the file where torch has the type, and float32 otherwise."""
+    """The tensor of rows of bytes: mapped from the file where torch has the type, and float32 otherwise."""
     plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     if kind.name in plain:
         return torch.from_numpy(np.asarray(raw)).view(plain[kind.name])
