@@ -12,6 +12,7 @@ BIN := .venv/bin
 endif
 PY := $(BIN)/python
 CSRC := src/mambakit/kernels/cpu/csrc
+SEED ?= 0
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
@@ -67,8 +68,9 @@ build/sanitized/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 -g -fno-omit-frame-pointer $(SANITIZE) -fPIC -fvisibility=hidden -c $< -o $@
 
-# Each kernel on 2,000 random shapes instead of 200.
+# Each kernel on 2,000 random shapes instead of 200, and 10,000 calls of everything, right ones and wrong ones.
 fuzz: .venv/.ok kernels
+	$(PY) tests/fuzz_calls.py --calls 10000 --seed $(SEED)
 	MAMBAKIT_FUZZ=2000 $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py
 
 # Damaged and hostile checkpoints: 5,000 instead of 400, others with MUTATIONS_FROM=N.
@@ -79,7 +81,6 @@ mutations: .venv/.ok kernels
 
 # Training runs killed at random moments, on full disks and two at a time; each end has to be that of an untouched run.
 KILLS ?= 1000
-SEED ?= 0
 torture: .venv/.ok kernels
 	rm -rf build/torture
 	PYTHONPATH=tests $(PY) tests/torture.py build/torture $(KILLS) $(SEED)

@@ -103,10 +103,15 @@ class Wrapped(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, held.shape, **made)
 
     def __init__(self, held: Tensor):
-        self.held = held.detach()
+        self.held = held.detach().resolve_neg()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.held, (args, kwargs or {}))
         result = func(*args, **kwargs)
         return cls(result) if func is torch.ops.aten.detach.default else result
+
+
+def negative_view(tensor: Tensor) -> Tensor:
+    """The same numbers, in memory with the other sign."""
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag

@@ -1,5 +1,6 @@
 """One chooser: what is asked for runs or raises, by call, by thread and by model; a backend is a registration."""
 
+# pyright: reportPrivateImportUsage=false
 import json
 import os
 import re
@@ -11,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import mambakit as mk
 from calls import OPERATIONS as CALLS
-from calls import Wrapped, names_of, tensors_of
+from calls import Wrapped, names_of, negative_view, tensors_of
 from compare import check
 from mambakit.cli.main import main
 from mambakit.ops.backends import BACKENDS, Backend, asked, register_backend, use_backend
@@ -132,28 +134,76 @@ def test_no_kernel_misses_a_sign(operation):
     plain = tensors_of(operation)
     for name, tensor in plain.items():
         if tensor.is_floating_point():
-            negative = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+            negative = negative_view(tensor)
             assert negative.is_neg()
             check(1e-5, outputs(CALLS[operation](**{**plain, name: negative})), outputs(CALLS[operation](**plain)))
 
 
-def test_shares_of_tensors_are_left_to_torch():
-    """Mixed with plain tensors torch refuses them; a norm once dropped its weight and a convolution crashed."""
+@pytest.fixture
+def mesh():
     dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        for operation in ("gated_rms_norm", "causal_conv"):
-            plain = tensors_of(operation)
-            shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
-            with torch.no_grad():
-                want = outputs(CALLS[operation](**plain))
-                got = outputs(CALLS[operation](**shares)) if operation == "gated_rms_norm" else {}
-                check(1e-5, {i: share.full_tensor() for i, share in got.items()}, {i: want[i] for i in got})
-                for name in plain:
-                    with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
-                        CALLS[operation](**{**plain, name: shares[name]})
+        yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_shares_of_tensors(mesh, grad):
+    """A norm once dropped its weight and a convolution crashed."""
+    with torch.set_grad_enabled(grad):
+        for operation in CALLS:
+            plain = tensors_of(operation)
+            shares = {name: distribute_tensor(tensor, mesh) for name, tensor in plain.items()}
+            if "norm" not in operation:
+                with pytest.raises(ValueError, match=r"is a DTensor, which this operation cannot divide; give every"):
+                    CALLS[operation](**shares)
+                for name in plain:
+                    with pytest.raises(ValueError, match=f"^{name} is a DTensor, which this operation cannot divide"):
+                        CALLS[operation](**{**plain, name: shares[name]})
+                continue
+            want = outputs(CALLS[operation](**plain))
+            got = outputs(CALLS[operation](**shares))
+            check(1e-5, {i: share.full_tensor() for i, share in got.items()}, want)
+            for name in plain:
+                mixed = {**plain, name: shares[name]}
+                with pytest.raises(
+                    ValueError, match=r"^\w+ is a (DTensor|Tensor) but x a (DTensor|Tensor), which do not"
+                ):
+                    CALLS[operation](**mixed)
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_fake_tensors(operation):
+    plain = tensors_of(operation)
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in plain.items()}
+        got = outputs(CALLS[operation](**fakes))
+    want = outputs(CALLS[operation](**plain))
+    assert {i: tensor.shape for i, tensor in got.items()} == {i: tensor.shape for i, tensor in want.items()}
+    for name, fake in fakes.items():
+        with pytest.raises(ValueError, match=f"^{name} is a fake tensor outside of the mode that made it"):
+            CALLS[operation](**{**plain, name: fake})
+        with mode, pytest.raises(ValueError, match=r" is a (\w+) but \w+ a (\w+), which do not mix"):
+            CALLS[operation](**{**plain, name: fake})
+
+
+@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_tensors_without_memory(operation, grad):
+    """Of torch's own, plain by their type; kernels once read them at address 0."""
+    plain = tensors_of(operation)
+    for name, tensor in plain.items():
+        made = {
+            "a functional tensor outside of the mode that made it": torch._to_functional_tensor(tensor),
+            "a zero tensor without memory": torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
+            "a sparse_coo tensor, expected a dense one": tensor.to_sparse(),
+        }
+        for what, given in made.items():
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"^{name} is {what}"):
+                CALLS[operation](**{**plain, name: given})
+            with pytest.raises(ValueError, match=r"cannot run ssd: it got a tensor that torch keeps in a form of its"):
+                SSD.choose("cpu", given)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from blocks import FAMILIES, make_block, random_cache, tokens
+from calls import Wrapped
 from mambakit import SsdPath, caches
 
 
@@ -99,6 +100,27 @@ def test_flags(block, name):
         block(x, **{name: torch.ones(2, 6)})
     with pytest.raises(ValueError, match=f"{name} is on meta but x_bsd on cpu"):
         block(x, **{name: torch.ones(2, 6, dtype=torch.bool, device="meta")})
+
+
+def test_what_is_no_tensor(block):
+    x, cache = tokens(block, 1, 3), block.fresh_cache(1)
+    for name in ("mask_bs", "reset_bs", "cu_seqlens"):
+        with pytest.raises(ValueError, match=f"^{name} has to be a tensor, got list$"):
+            block(x, **{name: [0, 3]})
+    for name in block.cache_shapes(1):
+        with pytest.raises(ValueError, match=rf"^cache\.{name} is NoneType, expected a floating-point tensor$"):
+            block(x, cache._replace(**{name: None}))
+        with pytest.raises(ValueError, match=rf"^cache\.{name} is torch\.int64, expected a floating-point tensor$"):
+            block(x, cache._replace(**{name: getattr(cache, name).long()}))
+
+
+def test_what_has_no_numbers(block):
+    x, bounds = tokens(block, 1, 3), torch.tensor([0, 3])
+    with pytest.raises(ValueError, match=r"^x_bsd is on meta but the projection's weight on cpu; move"):
+        block(x.to("meta"))
+    for given in (bounds.to("meta"), Wrapped(bounds)):
+        with pytest.raises(ValueError, match=r"^cu_seqlens is a \w+ on \w+, expected a plain tensor with numbers$"):
+            block(x, cu_seqlens=given)
 
 
 def test_empty_batches_and_sequences_are_right_answers(block):

@@ -116,6 +116,8 @@ def test_select_takes_rows_in_order(index):
         ([True, False, True], "row numbers, got torch.bool"),
         ([0.0], "torch.float32"),
         (torch.tensor(1), "shape"),
+        (None, "index_b has to be a list or vector of row numbers, got None"),
+        (torch.tensor([1], device="meta"), "index_b is a Tensor on meta, expected a plain tensor with numbers"),
     ],
 )
 def test_select_refuses_what_is_no_row(index, message):

@@ -1,5 +1,6 @@
 """Models on disk: round trips, other packages' files, what is refused, and that saving is all or nothing."""
 
+import io
 import json
 import math
 import pickle
@@ -822,3 +823,18 @@ def test_configs_of_official_models_survive_any_value(tmp_path):
     model = make(replace(block, A_init_range=(2, 3)), pad_vocab_size_multiple=16)
     save_model(model, tmp_path, format="official")
     assert load_model(tmp_path).config == model.config
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, OSError])
+def test_what_ends_a_write_is_told_as_it_is(raised, tmp_path, monkeypatch):
+    """torch's writer makes a RuntimeError of it, in a command a traceback."""
+
+    class Cut(io.FileIO):
+        def write(self, content):
+            if self.tell():
+                raise raised
+            return super().write(content)
+
+    monkeypatch.setattr(checkpoint_writing, "open", Cut, raising=False)
+    with pytest.raises(raised):
+        checkpoint_writing.write_pickle({"weight": torch.ones(3)}, tmp_path / "weights.bin")

@@ -183,10 +183,14 @@ def test_checkpointed_layers():
     for checkpointed in (False, True):
         model.backbone.checkpoint_layers = checkpointed
         logits, _ = model(ids)
+        left = [part.balance for part in model.modules() if isinstance(part, mk.MoE)]
         loss = logits.square().sum() + balance_loss(model)
         found.append(
             dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, model.parameters()), strict=True))
         )
+        # What a layer leaves when it is computed again would keep all of its activations.
+        after = [part.balance for part in model.modules() if isinstance(part, mk.MoE)]
+        assert all(one is other for one, other in zip(left, after, strict=True))
     check(1e-10, found[1], found[0])
 
 
@@ -275,6 +279,39 @@ def test_parameter_groups(block):
     assert {names[id(p)] for g in param_groups(block) if g["weight_decay"] for p in g["params"]} == set(names.values())
     shares = sum(p.numel() for g in groups for p in g["params"])
     assert shares == sum(p.numel() for p in block.parameters())
+
+
+def test_models_start_with_small_outputs():
+    """Each expert as an MLP of its own would, by the number of layers."""
+    config = mk.MoEConfig(8, 50, 4, 2)
+    model = model_of(config)
+    for name in ("backbone.layers.0.mixer2", "backbone.layers.1.mixer"):
+        largest_e = model.get_submodule(name).experts_out.abs().amax((1, 2))
+        bound = (50 * 2) ** -0.5
+        assert (largest_e <= bound).all()
+        assert (largest_e > 0.9 * bound).all()
+    lone = mk.MoE(config)
+    for stack, width in ((lone.experts_in, 8), (lone.experts_out, 50)):
+        assert 0.9 < stack.abs().max() * width**0.5 <= 1
+
+
+def test_adapters_reach_every_projection():
+    """Experts aside, which are no modules; merged and unmerged are equal."""
+    import peft
+
+    block = make(CONFIGS["latent"])
+    x = tokens(block, 2, 4)
+    names = ["router", "latent_in", "latent_out", "fc1", "fc2"]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False), block)
+    y, _ = block(x)
+    y.square().sum().backward()
+    added = {name: p for name, p in block.named_parameters() if "lora_" in name}
+    assert len(added) == 2 * len(names)
+    assert all(p.grad is not None and p.grad.any() for p in added.values())
+    for module in block.modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            module.merge()
+    check(1e-10, {"y": block(x)[0]}, {"y": y})
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

@@ -187,6 +187,7 @@ def test_each_group_has_unit_size_at_any_scale(groups: int, group_size: int, fac
         ({"z": torch.zeros(2, 5, 11)}, {}, r"z has shape \(2, 5, 11\) but x has \(2, 5, 12\)"),
         ({"weight": torch.zeros(4)}, {"group_size": 4}, r"weight has shape \(4,\), expected \(12,\)"),
         ({"weight": torch.zeros(12).double()}, {}, "weight is torch.float64 but x is torch.float32"),
+        ({"z": torch.zeros(2, 5, 12, device="meta")}, {}, "z is on meta but x on cpu; move them to one device"),
         ({"x": torch.zeros(2, 0)}, {}, "x needs a last axis of at least one channel"),
         ({"x": torch.zeros(2, 12, dtype=torch.int)}, {}, "x is torch.int32"),
     ],

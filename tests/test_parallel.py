@@ -194,7 +194,7 @@ def test_what_it_refuses():
         block(x[..., :5])
     with pytest.raises(ValueError, match=r"a\.d_model = 8, but b\.d_model = 9"):
         mk.ParallelConfig(M1, mk.MLPConfig(9, 4))
-    with pytest.raises(ValueError, match="b is None, expected an object with the fields of a block"):
+    with pytest.raises(ValueError, match="b = None is of the wrong type, expected an object with the fields of"):
         mk.Parallel(a=M1)
     with pytest.raises(ValueError, match="block is a int, expected one of"):
         mk.ParallelConfig(3, M1)  # type: ignore[arg-type]

@@ -195,6 +195,13 @@ def test_hamilton_product():
     check(1e-14, {"product": multiply(unit, conjugate(unit))}, {"product": torch.eye(4)[:1].expand(5, 1, 4)})
 
 
+def test_unit_quaternion_of_narrow_step_sizes():
+    """At least float32 all through: products of step sizes are not rounded to theirs."""
+    rot_bshj3, dt_bsh = torch.randn(2, 5, 4, 2, 3).bfloat16(), torch.rand(2, 5, 4).bfloat16()
+    want_bshj4 = unit_quaternion(rot_bshj3.double(), dt_bsh.double())
+    check(1e-6, {"q": unit_quaternion(rot_bshj3, dt_bsh)}, {"q": want_bshj4})
+
+
 def test_unit_quaternion_equals_the_loop():
     tensors = {"rot_bshj3": random(2, 5, 3, 2, 3), "dt_bsh": random(2, 5, 3).exp()}
     mine, loop = leaves(tensors), leaves(tensors)

@@ -582,3 +582,18 @@ def test_exports_as_one_operator(backend):
     longer = cast(draw(state=False, s=21), backend)
     got, want = exported.module()(**longer), selective_scan_loop(**longer)
     check(VALUES[backend], dict(zip("ys", got, strict=True)), dict(zip("ys", want, strict=True)))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_outputs_are_rounded_once(dtype, length, backend):
+    """After skip and gate: each element is the nearest number to the exact one, as far as float32 knows."""
+    shapes = {"x_bsi": (2, length, 8), "dt_bsi": (2, length, 8), "a_ir": (8, 4), "b_bsgr": (2, length, 1, 4)}
+    shapes |= {"c_bsgr": (2, length, 1, 4), "skip_i": (8,), "z_bsi": (2, length, 8)}
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    tensors |= {"dt_bsi": tensors["dt_bsi"].abs(), "a_ir": -tensors["a_ir"].abs()}
+    got_bsi, _ = selective_scan(**tensors, backend=backend)
+    want_bsi, _ = selective_scan(**{name: t.double() for name, t in tensors.items()}, backend="torch")
+    off = (got_bsi.double() - want_bsi).abs() / (want_bsi.abs() + 0.01)
+    assert off.max() < 0.51 * torch.finfo(dtype).eps

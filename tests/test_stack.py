@@ -602,4 +602,6 @@ def test_token_ids(grad):
             model.step(ids)
         with pytest.raises(ValueError, match=r"^ids_bs needs 2 axes \(batch, sequence\), got list$"):
             model([[1, 2]])
+        with pytest.raises(ValueError, match=r"^ids_bs is on meta but embedding on cpu"):
+            model(ids.to("meta"))
         model(ids.int())

@@ -184,9 +184,10 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
             qk_bsXp = turn(qk_bsXp, *turns(position_bs, config.rope_width, config.rope_theta, qk_bsXp.dtype))
         q_bshp, k_bsgp = qk_bsXp.split((h, g), dim=2)
         # For decoding: a gradient would reach slots that hold nothing, and a compiler knows no number of slots.
-        alone = s == 1 and lengths_b is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        attended = self.one_token if alone else self.any_tokens
-        y_bshp, cache = attended(q_bshp, k_bsgp, v_bsgp, cache, starts_bs, lengths_b)
+        if s == 1 and lengths_b is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            y_bshp, cache = self.one_token(q_bshp, k_bsgp, v_bsgp, cache)
+        else:
+            y_bshp, cache = self.any_tokens(q_bshp, k_bsgp, v_bsgp, cache, starts_bs, lengths_b)
         return self.out_proj(y_bshp.flatten(2)), cache
 
     def any_tokens(
@@ -232,7 +233,7 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
         return y_bshp, AttentionCache(k_btgp, v_btgp, position_b)
 
     def one_token(
-        self, q_b1hp: Tensor, k_b1gp: Tensor, v_b1gp: Tensor, cache: AttentionCache, *others: None
+        self, q_b1hp: Tensor, k_b1gp: Tensor, v_b1gp: Tensor, cache: AttentionCache
     ) -> tuple[Tensor, AttentionCache]:
         """`any_tokens` for one of each row, which goes to its slot before it is looked for."""
         window, position_b = self.config.window, cache.position_b + 1

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks.config import BlockConfig
+from mambakit.blocks.modules import Linear, is_plain
 from mambakit.blocks.param_groups import param_groups
+from mambakit.ops.shapes import check_beside, check_dense, check_readable, check_tensors
 from mambakit.ops.ssd_path import SsdPath
 
 Config = TypeVar("Config", bound=BlockConfig)
@@ -35,6 +37,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
 
     config_class: type[Any]
     cache_class: type[Any]
+    entry = "in_proj"
+    """The module or parameter that meets the input first."""
     config: Config
 
     def __init__(self, config: Config | None = None, **fields: Any):
@@ -111,38 +115,28 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if reset_bs is not None:
             check_flags("reset_bs", reset_bs, x_bsd)
             ids_bs = reset_bs.bool().cumsum(1)
-        try:
-            if mask_bs is None and cu_seqlens is None:
-                if ids_bs is not None and s:
-                    cache = self.restarted(cache, ids_bs[:, 0] > 0)
-                with path.around():
-                    return self.scaled(x_bsd, cache, path.inside, ids_bs, None)
-
-            if mask_bs is not None:
-                check_flags("mask_bs", mask_bs, x_bsd)
-            layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
-            segments = leaving = None
-            if ids_bs is not None:
-                segments, entering, leaving = layout.resets(ids_bs)
-                cache = self.restarted(cache, entering)
-            with path.around():
-                y_rld, cache = self.scaled(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
-            if leaving is not None:
-                cache = self.restarted(cache, leaving)
-            return layout.scatter(y_rld, b, s), cache
-        except RuntimeError as error:
-            blame_dtype(self, "x_bsd", x_bsd, error)
-            raise
-
-    def scaled(
-        self, x_bsd: Tensor, cache: Cache, path: SsdPath, segments_bs: Tensor | None, lengths_b: Tensor | None
-    ) -> tuple[Tensor, Cache]:
-        """`run` between the config's two scales."""
         config = self.config
-        if config.in_scale != 1:
-            x_bsd = x_bsd * config.in_scale
-        y_bsd, cache = self.run(x_bsd, cache, path, segments_bs, lengths_b)
-        return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), cache
+        x_bsd = x_bsd if config.in_scale == 1 else x_bsd * config.in_scale
+        if mask_bs is None and cu_seqlens is None:
+            if ids_bs is not None and s:
+                cache = self.restarted(cache, ids_bs[:, 0] > 0)
+            with path.around():
+                y_bsd, cache = self.run(x_bsd, cache, path.inside, ids_bs, None)
+            return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), cache
+
+        if mask_bs is not None:
+            check_flags("mask_bs", mask_bs, x_bsd)
+        layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
+        segments = leaving = None
+        if ids_bs is not None:
+            segments, entering, leaving = layout.resets(ids_bs)
+            cache = self.restarted(cache, entering)
+        with path.around():
+            y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
+        if leaving is not None:
+            cache = self.restarted(cache, leaving)
+        y_rld = y_rld if config.out_scale == 1 else y_rld * config.out_scale
+        return layout.scatter(y_rld, b, s), cache
 
     def step(self, x_bd: Tensor, cache: Cache | None = None, *, reset_b: Tensor | None = None) -> tuple[Tensor, Cache]:
         """One token; rows of `reset_b` start afresh before it."""
@@ -246,37 +240,37 @@ def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
 
 
 def check_input(block: Any, x_bsd: Tensor) -> None:
+    check_dense("x_bsd", x_bsd)
     if not isinstance(x_bsd, Tensor) or x_bsd.dim() != 3:
         given = tuple(x_bsd.shape) if isinstance(x_bsd, Tensor) else type(x_bsd).__name__
         raise ValueError(f"x_bsd needs 3 axes (batch, sequence, d_model = {block.d_model}), got {given}")
     if x_bsd.shape[2] != block.d_model:
         raise ValueError(f"x_bsd is {x_bsd.shape[2]} wide, but this block's d_model is {block.d_model}")
-    check_floating(block, "x_bsd", x_bsd)
+    check_projected(block, "x_bsd", x_bsd)
 
 
-def check_floating(module: nn.Module, name: str, x: Tensor) -> None:
-    if not x.is_floating_point():
-        raise ValueError(wrong_dtype(module, name, x))
+def check_projected(module: nn.Module, name: str, x: Tensor) -> None:
+    """That `x` can enter the first projection; an adapter or a quantized one says for itself what it takes."""
+    first: Any = getattr(module, getattr(module, "entry", "in_proj"), None)
+    weight: Tensor | None = first if isinstance(first, Tensor) else None
+    if isinstance(first, nn.Module) and (is_plain(first, Linear) or is_plain(first, nn.Linear)):
+        weight = first.weight
+    if not x.is_floating_point() or (weight is not None and x.dtype != weight.dtype and not casts(x, weight)):
+        wanted = next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
+        raise ValueError(f"{name} is {x.dtype}, expected {wanted}, as the projections are; cast one of them")
+    if weight is not None:
+        check_beside("the projection's weight", weight, name, x)
 
 
-def blame_dtype(module: nn.Module, name: str, x: Tensor, error: RuntimeError) -> None:
-    """Raise `ValueError` in the place of torch's complaint that `x` and the projections differ in dtype.
-
-    Afterwards and not at the door: adapters, quantized projections and autocast take more dtypes than weights tell.
-    """
-    if "dtype" in str(error) and x.dtype != projection_dtype(module):
-        raise ValueError(wrong_dtype(module, name, x)) from error
-
-
-def wrong_dtype(module: nn.Module, name: str, x: Tensor) -> str:
-    return f"{name} is {x.dtype}, expected {projection_dtype(module)}, as the projections are; cast one of them"
-
-
-def projection_dtype(module: nn.Module) -> torch.dtype:
-    return next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
+def casts(*tensors: Tensor) -> bool:
+    """Whether autocast brings these to one dtype: all but float64."""
+    kind = tensors[0].device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return is_on and all(tensor.dtype != torch.float64 for tensor in tensors)
 
 
 def check_token(block: Any, x_bd: Tensor) -> None:
+    check_dense("x_bd", x_bd)
     if not isinstance(x_bd, Tensor) or x_bd.dim() != 2:
         given = tuple(x_bd.shape) if isinstance(x_bd, Tensor) else type(x_bd).__name__
         raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")
@@ -297,31 +291,34 @@ def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
         raise ValueError(f"{type(block).__name__} needs a {kind.__name__}, got {given}; fresh_cache() makes one")
     for name, shape in block.cache_shapes(rows).items():
         tensor = getattr(cache, name)
-        free = len(tensor.shape) == len(shape) and [
-            n if m is None else m for n, m in zip(tensor.shape, shape, strict=True)
-        ]
-        if list(tensor.shape) != free:
-            expected = str(tuple("any" if n is None else n for n in shape)).replace("'", "")
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"cache.{name} is {given}, expected a floating-point tensor")
+        check_dense(f"cache.{name}", tensor)
+        if tensor.dim() != len(shape) or any(n not in (None, m) for m, n in zip(tensor.shape, shape, strict=True)):
+            expected = f"({', '.join('any' if n is None else str(n) for n in shape)})"
             raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {expected} for {rows} rows")
         if tensor.device != device:
             raise ValueError(f"cache.{name} is on {tensor.device} but x_bsd on {device}; move it with caches.to()")
         if (tensor.dtype == torch.float64) != double:
             raise ValueError(f"cache.{name} is {tensor.dtype} but x_bsd {x_bsd.dtype}; use float64 for both or neither")
+        check_beside("x_bsd", x_bsd, f"cache.{name}", tensor)
 
 
 def check_flags(name: str, flags_bs: Tensor, x_bsd: Tensor) -> None:
+    check_tensors({name: flags_bs})
     if tuple(flags_bs.shape) != tuple(x_bsd.shape[:2]):
         raise ValueError(f"{name} has shape {tuple(flags_bs.shape)}, expected {tuple(x_bsd.shape[:2])} as x_bsd has")
     if flags_bs.is_floating_point() or flags_bs.is_complex():
         raise ValueError(f"{name} has to be boolean, got {flags_bs.dtype}")
-    if flags_bs.device != x_bsd.device:
-        raise ValueError(f"{name} is on {flags_bs.device} but x_bsd on {x_bsd.device}; move them to one device")
+    check_beside("x_bsd", x_bsd, name, flags_bs)
 
 
 def check_packing(cu_seqlens: Tensor, x_bsd: Tensor) -> int:
     """The number of packed sequences."""
     if x_bsd.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs sequences into a batch of one, got a batch of {x_bsd.shape[0]}")
+    check_readable("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
         raise ValueError(
             "cu_seqlens has to be a vector of integers such as [0, 3, 7], "

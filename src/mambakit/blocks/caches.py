@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mambakit.blocks.family import FAMILIES
+from mambakit.ops.shapes import check_beside, check_readable, check_tensors
 
 Cache = TypeVar("Cache")
 Kind = TypeVar("Kind", bound=type)
@@ -76,13 +77,16 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
 
 def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
     """The batch rows `index_b`, in that order; a row may come more than once."""
-    index_b = torch.as_tensor(index_b)
+    wanted = "index_b has to be a list or vector of row numbers"
+    try:
+        index_b = index_b if isinstance(index_b, Tensor) else torch.as_tensor(index_b)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{wanted}, got {index_b!r}") from error
+    check_readable("index_b", index_b)
     if index_b.numel() == 0:
         index_b = index_b.long()
     if index_b.dim() != 1 or index_b.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"index_b has to be a list or vector of row numbers, got {index_b.dtype} of shape {tuple(index_b.shape)}"
-        )
+        raise ValueError(f"{wanted}, got {index_b.dtype} of shape {tuple(index_b.shape)}")
     rows = index_b.tolist()
 
     def take(where: str, tensor: Tensor) -> Tensor:
@@ -90,7 +94,9 @@ def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
         wrong = [row for row in rows if not 0 <= row < batch]
         if wrong:
             raise ValueError(f"index_b asks for rows {wrong}, but {where} has rows 0 to {batch - 1}")
-        return tensor.index_select(0, index_b.to(tensor.device))
+        index_here_b = index_b.to(tensor.device)
+        check_beside(where, tensor, "index_b", index_here_b)
+        return tensor.index_select(0, index_here_b)
 
     return _change(cache, take)
 
@@ -113,6 +119,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
                     f"{where} is {_but_rows(first)} per row in cache 0 but {_but_rows(other)} in cache {i}; "
                     "concat takes caches of one model, to() gives them one device and dtype"
                 )
+            check_beside(f"{where} in cache 0", first, f"that of cache {i}", other)
         return torch.cat(list(tensors))
 
     return _combine(caches, join, "cache")
@@ -203,6 +210,8 @@ def _combine(
         if _outline(node) != _outline(first):
             raise ValueError(f"{where} is {_outline(first)} in cache 0 but {_outline(node)} in cache {i}")
     if isinstance(first, Tensor):
+        for node in nodes:
+            check_tensors({where: node})
         return join(where, nodes, grows)
     if isinstance(first, SETTINGS):
         return first

@@ -252,11 +252,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         """What `step` converges to when the same token comes for ever."""
         rows.check_token(self, x_bd)
         rows.check_input(self, x_bd[:, None])
-        try:
-            token = self.describe(self.in_proj(x_bd[:, None]), None)
-        except RuntimeError as error:
-            rows.blame_dtype(self, "x_bsd", x_bd, error)
-            raise
+        token = self.describe(self.in_proj(x_bd[:, None]), None)
         v_bsmhp = self.per_rank(token.x_bshp)
         wide_b, wide_c = (t.to(token.dt_bsh.dtype) for t in self.per_head(token))
         answer_bsmhr = response(self.config, wide_b, token.dt_bsh, token.da_bsh, token.lambda_bsh, token.rot_bsR)

@@ -57,6 +57,7 @@ class MLP(Stateless[MLPConfig]):
     """`fc2(value * activation(gate))`, value and gate being the halves of `fc1`; ungated `fc2(activation(value))`."""
 
     config_class = MLPConfig
+    entry = "fc1"
 
     def __init__(self, config: MLPConfig | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)

@@ -103,6 +103,7 @@ class MoE(Stateless[MoEConfig]):
     """
 
     config_class = MoEConfig
+    entry = "experts_in"
     stacked_maps = ("experts_in", "experts_out")
 
     def __init__(self, config: MoEConfig | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
@@ -155,7 +156,9 @@ class MoE(Stateless[MoEConfig]):
         config, x_nd = self.config, x_bsd.flatten(0, 1)
         routing = self.route(x_nd)
         counted = self.training and torch.is_grad_enabled()
-        self.balance = self.balance_of(routing, present(x_bsd, lengths_b)) if counted else None
+        balance = self.balance_of(routing, present(x_bsd, lengths_b)) if counted else None
+        if not in_backward():
+            self.balance = balance
         if config.d_latent is None:
             y_nd = self.mix(x_nd, routing)
         else:
@@ -225,6 +228,11 @@ def present(x_bsd: Tensor, lengths_b: Tensor | None) -> Tensor:
     if lengths_b is None:
         return torch.ones(b * s, dtype=torch.bool, device=x_bsd.device)
     return (torch.arange(s, device=x_bsd.device) < lengths_b[:, None]).flatten()
+
+
+def in_backward() -> bool:
+    """Whether a checkpointed layer is computed again: what it leaves behind then would outlive the pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def balance_loss(model: nn.Module) -> Tensor | None:

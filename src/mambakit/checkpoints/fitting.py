@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks.family import family_of
-from mambakit.checkpoints.names import Rule, renamed
+from mambakit.checkpoints.names import Renamed, Rule, renamed
 from mambakit.models.language_model import LanguageModel, ModelConfig
 
 EMBEDDING = "backbone.embedding.weight"
@@ -145,21 +145,21 @@ def warn_about_casts(model: LanguageModel, tensors: Mapping[str, Tensor]) -> Non
         )
 
 
-def fill(model: LanguageModel, tensors: Mapping[str, Tensor], device: torch.device | str | None) -> None:
-    """Give every parameter of an empty model its values; parameters that are one stay one."""
+def fill(model: LanguageModel, tensors: Renamed, device: torch.device | str | None) -> None:
+    """Give every parameter of an empty model its values, which it takes; parameters that are one stay one."""
     device = torch.get_default_device() if device is None else device
     full: dict[nn.Parameter, nn.Parameter] = {}
     for name, empty in list(model.named_parameters(remove_duplicate=False)):
         if empty not in full:
             # Copied, since the tensors are parts of the mapped files.
-            values = tensors[name].to(device, empty.dtype, copy=True, memory_format=torch.contiguous_format)
+            values = tensors.take(name).to(device, empty.dtype, copy=True, memory_format=torch.contiguous_format)
             full[empty] = nn.Parameter(values, requires_grad=empty.requires_grad)
             vars(full[empty]).update(vars(empty))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, full[empty])
     for name, empty in list(model.named_buffers()):
         module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, tensors[name].to(device, empty.dtype, copy=True))
+        setattr(model.get_submodule(module), leaf, tensors.take(name).to(device, empty.dtype, copy=True))
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 

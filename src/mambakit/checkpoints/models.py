@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from mambakit.checkpoints import gguf
 from mambakit.checkpoints.files import CONFIG, DTYPES, find_directory, read_tensors
 from mambakit.checkpoints.fitting import (
     EMBEDDING,
@@ -33,26 +34,33 @@ def load_model(
     norm_group_size: int | None = None,
     dt_limit: tuple[float, float] | None = None,
 ) -> LanguageModel:
-    """The model in a directory, or on the hub under a name like `owner/model`; see docs/checkpoints.md.
+    """The model in a directory or a GGUF file, or on the hub under a name like `owner/model`; see docs/checkpoints.md.
 
-    Parameters get the dtype they have in a model of `dtype`, by default that of the stored projections: decays and
-    other parameters that a half-precision model keeps in float32 are float32. `a_activation` ("heavy_tail" or
-    "softplus") says what official Mamba-3 checkpoints do not, `norm_group_size` what Mamba-2 ones of transformers do
-    not, `dt_limit` what Nemotron's do not. Whatever does not fit raises ValueError, and no code from the files is run.
+    Parameters get the dtype they have in a model of `dtype`, by default that of the stored projections, for GGUF
+    float32: decays and other parameters that a half-precision model keeps in float32 are float32. `a_activation`
+    ("heavy_tail" or "softplus") says what official Mamba-3 checkpoints do not, `norm_group_size` what Mamba-2 ones of
+    transformers do not, `dt_limit` what Nemotron's do not. Whatever does not fit raises ValueError, and no code from
+    the files is run.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype} is not one of {', '.join(map(str, DTYPES))}")
-    directory = find_directory(path_or_hub_name)
-    name, found = read_config(directory / CONFIG)
+    if gguf.is_file(path_or_hub_name):
+        place, name, described = Path(path_or_hub_name), "gguf", "metadata"
+        found, tensors = gguf.read(place)
+        # Types are mixed in these files, and none of them is the model's.
+        dtype = dtype or torch.float32
+    else:
+        place, described = find_directory(path_or_hub_name), CONFIG
+        name, found = read_config(place / CONFIG)
+        tensors = with_embedding_called(found.names.embedding, read_tensors(place))
     config = with_choices(name, found, a_activation=a_activation, norm_group_size=norm_group_size, dt_limit=dt_limit)
     embedding = found.names.embedding
-    tensors = with_embedding_called(embedding, read_tensors(directory))
     try:
         model = empty_model(config, tensors, embedding, dtype)
         table = list(rules(model, found.names))
         check_tensors(model, tensors, table, embedding)
     except ValueError as error:
-        raise ValueError(f"the weights in {directory} do not fit its {CONFIG}: {error}") from error
+        raise ValueError(f"the weights in {place} do not fit its {described}: {error}") from error
     ours = Renamed(tensors, table)
     if dtype is None:
         warn_about_casts(model, ours)

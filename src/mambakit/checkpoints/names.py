@@ -140,13 +140,18 @@ def _each(ours: str, theirs: str, names: Sequence[str], count: int) -> Rule:
 class Renamed(Mapping[str, Tensor]):
     """Stored tensors under our names, each put together when it is asked for."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], found: Sequence[Rule]):
+    def __init__(self, tensors: dict[str, Tensor], found: Sequence[Rule]):
         self._tensors = tensors
         self._rules = {rule.ours: rule for rule in found if all(name in tensors for name in rule.theirs)}
 
     def __getitem__(self, name: str) -> Tensor:
         rule = self._rules[name]
         return rule.join([self._tensors[one] for one in rule.theirs])
+
+    def take(self, name: str) -> Tensor:
+        """The tensor, and no more of it here: once it is copied its memory is free."""
+        rule = self._rules.pop(name)
+        return rule.join([self._tensors.pop(one) for one in rule.theirs])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rules)

@@ -98,8 +98,8 @@ def write_pickle(values: dict[str, Any], path: Path) -> None:
         try:
             torch.save(values, file)
         except RuntimeError as error:
-            # torch's writer hides what the file said.
-            if isinstance(error.__context__, OSError):
+            # torch's writer hides what the file said, and that somebody pressed Ctrl-C.
+            if isinstance(error.__context__, OSError | KeyboardInterrupt):
                 raise error.__context__ from None
             raise
 

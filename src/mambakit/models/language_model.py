@@ -12,6 +12,7 @@ from mambakit.blocks.config import check_positive
 from mambakit.blocks.modules import Linear
 from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackCache, StackConfig
+from mambakit.ops.shapes import check_beside, check_dense
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -93,8 +94,12 @@ class LanguageModel(nn.Module):
         return logits_bsw[:, 0], after
 
     def embed(self, ids: Tensor) -> Tensor:
+        embedding = self.backbone.embedding
+        if ids.is_meta or type(ids) is not Tensor:
+            # Of ids on the meta device torch would return what happens to be in memory.
+            check_beside("embedding", embedding.weight, "ids_bs", ids)
         try:
-            x = self.backbone.embedding(ids)
+            x = embedding(ids)
         except (IndexError, RuntimeError) as error:
             # Not looked for at the door: on other devices that would wait for them.
             wrong = wrong_ids(ids, self.config.vocab_size)
@@ -110,6 +115,7 @@ class LanguageModel(nn.Module):
 
 
 def check_axes(name: str, ids: Tensor, *axes: str) -> None:
+    check_dense(name, ids)
     if not isinstance(ids, Tensor) or ids.dim() != len(axes):
         given = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         needs = f"{len(axes)} {'axis' if len(axes) == 1 else 'axes'} ({', '.join(axes)})"
@@ -120,6 +126,8 @@ def wrong_ids(ids: Tensor, vocab_size: int) -> str | None:
     """Why they have no embeddings, or None if that has other reasons."""
     if ids.dtype not in (torch.int32, torch.int64):
         return f"ids_bs is {ids.dtype}, expected {torch.int64}"
+    if ids.numel() == 0:
+        return None
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         return f"ids_bs holds ids from {low} to {high}, but the vocabulary is 0 to {vocab_size - 1}"

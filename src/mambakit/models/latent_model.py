@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mambakit.blocks.block import Options, blame_dtype, check_flags, check_floating
+from mambakit.blocks.block import Options, check_flags, check_projected
 from mambakit.blocks.config import check_positive
 from mambakit.models.class_tokens import (
     ClassCache,
@@ -23,6 +23,7 @@ from mambakit.models.class_tokens import (
 from mambakit.models.flow import Flow
 from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackCache, StackConfig
+from mambakit.ops.shapes import check_dense
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -73,7 +74,7 @@ class LatentModel(nn.Module):
         with SsdPath.of(options.get("path")).around():
             if self.class_tokens is not None:
                 return self.advance(x_bsI, cache, options)
-            x_bsd, after = self.stack(self.project(x_bsI), cache, **options)
+            x_bsd, after = self.stack(self.in_proj(x_bsI), cache, **options)
             return self.out(x_bsd), after
 
     def step(self, x_bI: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
@@ -84,13 +85,13 @@ class LatentModel(nn.Module):
                 y_bsO, after = self(x_bI[:, None], cache)
                 return y_bsO[:, -1], after
             check_step_without_cursors(self.class_tokens)
-        x_bd, cache = self.stack.step(self.project(x_bI), cache)
+        x_bd, cache = self.stack.step(self.in_proj(x_bI), cache)
         return self.out(x_bd), cache
 
     def step_infinite(self, x_bI: Tensor) -> Tensor:
         """What `step` converges to when the same token comes for ever; Mamba-3 only."""
         self.check_input(x_bI, 2)
-        return self.out(self.stack.step_infinite(self.project(x_bI)))
+        return self.out(self.stack.step_infinite(self.in_proj(x_bI)))
 
     def prime(self, cache: StackCache) -> tuple[Tensor | None, StackCache]:
         """Let the rows through that the next token would be preceded by. The last output, or None if there are none."""
@@ -113,15 +114,8 @@ class LatentModel(nn.Module):
         inner, splices, cursors = plan_levels([(0, self.class_tokens)], cache, x_bsI.shape[1], prime)
         flow = Flow(x_bsI, mask_bs).insert(splices[0][0])
         options = {**options, "mask_bs": flow.mask_bs}
-        x_bsd, inner = self.stack.advance(self.project(flow.x), inner, options, prime)
+        x_bsd, inner = self.stack.advance(self.in_proj(flow.x), inner, options, prime)
         return self.out(x_bsd), inner if cursors is None else ClassCache(inner, cursors)
-
-    def project(self, x: Tensor) -> Tensor:
-        try:
-            return self.in_proj(x)
-        except RuntimeError as error:
-            blame_dtype(self, "x", x, error)
-            raise
 
     def out(self, x: Tensor) -> Tensor:
         # Without a norm, the residual may still be wider than the layers.
@@ -129,8 +123,9 @@ class LatentModel(nn.Module):
         return self.out_proj(x)
 
     def check_input(self, x: Tensor, axes: int) -> None:
+        check_dense("x", x)
         if not isinstance(x, Tensor) or x.dim() != axes or x.shape[-1] != self.config.d_input:
             wanted = "batch, sequence" if axes == 3 else "batch"
             given = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
             raise ValueError(f"x {given}, expected ({wanted}, d_input = {self.config.d_input})")
-        check_floating(self, "x", x)
+        check_projected(self, "x", x)

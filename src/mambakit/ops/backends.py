@@ -10,6 +10,7 @@ thread's own; see docs/decisions/0008-backends.md for why it is no `ContextVar`.
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Backend:
         """Why its kernels do not find the numbers of one of the tensors where they look for them."""
         # What a compiler traces stands for plain tensors.
         tracing, is_here = torch.compiler.is_compiling(), f"is_{self.device}"
+        others = 0 if tracing else ~ordinary_keys(self.device)
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -59,9 +61,20 @@ class Backend:
             unknown = dtype not in self.dtypes and (dtype.is_floating_point or dtype.is_complex)
             if unknown or not getattr(tensor, is_here):
                 return f"it got a tensor of {dtype} on {tensor.device}"
-            if not tracing and tensor.is_neg():
-                return "it got the negative view of a tensor, whose numbers have the other sign in memory"
+            if not tracing and dispatch_keys(tensor).raw_repr() & others:
+                if tensor.is_neg():
+                    return "it got the negative view of a tensor, whose numbers have the other sign in memory"
+                return "it got a tensor that torch keeps in a form of its own, whose numbers a kernel does not find"
         return None
+
+
+dispatch_keys = torch._C._dispatch_keys
+
+
+@cache
+def ordinary_keys(device: str) -> int:
+    """What torch asks of a tensor whose numbers are simply there: not to wrap, negate, imagine or look them up."""
+    return dispatch_keys(torch.empty(0, device=device)).raw_repr()
 
 
 TORCH = Backend(name="torch", device="any", dtypes=(), why_missing=lambda: None)

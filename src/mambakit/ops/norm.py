@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, cast, check_floats, check_tensors
+from mambakit.ops.shapes import bind, cast, check_beside, check_floats, check_tensors
 
 
 def rms_norm(
@@ -39,6 +39,9 @@ def gated_rms_norm(
     """`rms_norm(x * silu(z))`, or `rms_norm(x) * silu(z)` with `norm_before_gate`; `z=None` is no gate."""
     optional = {"z": z, "weight": weight}
     check_tensors({"x": x, **{name: tensor for name, tensor in optional.items() if tensor is not None}})
+    for name, tensor in optional.items():
+        if tensor is not None:
+            check_beside("x", x, name, tensor)
     check_floats({"x": x}, optional)
     width = x.shape[-1] if x.dim() else 0
     if width < 1:

@@ -24,7 +24,7 @@ def unit_quaternion(rot_bshj3: Tensor, dt_bsh: Tensor, rotation_range: float = 1
     wide = check_floats({"rot_bshj3": rot_bshj3}, {"dt_bsh": dt_bsh})
     rot_bshj3 = rot_bshj3.to(wide)
     size_bshj1 = length(rot_bshj3)
-    half_turn_bshj1 = dt_bsh[..., None, None] * (rotation_range * math.pi / 2) * torch.tanh(size_bshj1)
+    half_turn_bshj1 = dt_bsh.to(wide)[..., None, None] * (rotation_range * math.pi / 2) * torch.tanh(size_bshj1)
     # Sine over size first: both vanish with rot, their quotient does not.
     axis_part_bshj3 = (torch.sin(half_turn_bshj1) / size_bshj1) * rot_bshj3
     return torch.cat((torch.cos(half_turn_bshj1), axis_part_bshj3), dim=-1)

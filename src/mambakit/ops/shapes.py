@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from mambakit.ops.backends import PLAIN_TENSORS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+is_functional = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
+_NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)
 
 
 class Sizes:
@@ -33,13 +38,16 @@ def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None)
     check_tensors(required)
     sizes: dict[str, int] = {}
     seen_in: dict[str, str] = {}
-    first: tuple[str, torch.device] | None = None
+    first: tuple[str, Tensor] | None = None
     for name, tensor in (*required.items(), *optional.items()):
         if tensor is None:
             continue
         axes = name.rsplit("_", 1)[-1]
-        if not isinstance(tensor, Tensor):
+        if name not in required:
             check_tensors({name: tensor})
+        if type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "full_tensor"):
+            given = f"{name} is a {type(tensor).__name__}, which"
+            raise ValueError(f"{given} this operation cannot divide; give every process its part, to_local()")
         if tensor.dim() != len(axes):
             raise ValueError(f"{name} needs {len(axes)} axes ({', '.join(axes)}), got shape {tuple(tensor.shape)}")
         for axis, size in zip(axes, tensor.shape, strict=True):
@@ -50,16 +58,64 @@ def bind(required: Mapping[str, Tensor] = NOTHING, /, **optional: Tensor | None)
             elif sizes[axis] != size:
                 raise ValueError(f"axis '{axis}' is {size} in {name} but {sizes[axis]} in {seen_in[axis]}")
         if first is None:
-            first = (name, tensor.device)
-        elif tensor.device != first[1]:
-            raise ValueError(f"{name} is on {tensor.device} but {first[0]} on {first[1]}; move them to one device")
+            first = (name, tensor)
+        else:
+            check_beside(*first, name, tensor)
     return Sizes(sizes)
 
 
+def check_beside(first: str, other: Tensor, name: str, tensor: Tensor) -> None:
+    """That a tensor is where the first one is, and of a kind that torch computes with together with it."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name} is on {tensor.device} but {first} on {other.device}; move them to one device")
+    if type(tensor) is not type(other) and keeps_apart(type(tensor), type(other)):
+        kinds = f"{name} is a {type(tensor).__name__} but {first} a {type(other).__name__}"
+        raise ValueError(f"{kinds}, which do not mix; make all of them the same")
+
+
+def keeps_apart(kind: type, other: type) -> bool:
+    """Whether torch refuses to compute with tensors of two kinds together."""
+    if (kind in PLAIN_TENSORS and other in PLAIN_TENSORS) or torch.compiler.is_compiling():
+        return False
+    return any(hasattr(one, "full_tensor") or issubclass(one, FakeTensor | FunctionalTensor) for one in (kind, other))
+
+
 def check_tensors(named: Mapping[str, Any]) -> None:
+    """That these are tensors, and dense ones."""
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} has to be a tensor, got {None if tensor is None else type(tensor).__name__}")
+        check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """That there is a number at every index of a tensor, and that it can be had; anything else passes."""
+    if not isinstance(tensor, Tensor):
+        return
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        given = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2]
+        raise ValueError(f"{name} is a {given} tensor, expected a dense one")
+    if torch.compiler.is_compiling():
+        return
+    if tensor._is_zerotensor():
+        raise ValueError(f"{name} is a zero tensor without memory; clone() makes an ordinary one")
+    if is_stranded(tensor):
+        kind = "fake" if isinstance(tensor, FakeTensor) else "functional"
+        raise ValueError(f"{name} is a {kind} tensor outside of the mode that made it")
+
+
+def is_stranded(tensor: Tensor) -> bool:
+    """Whether torch cannot compute with a tensor and those it makes here, because what would wrap them is not there."""
+    kind = type(tensor)
+    if kind in PLAIN_TENSORS and not is_functional(tensor):
+        return False
+    modes = torch._C._TorchDispatchModeKey
+    if issubclass(kind, FakeTensor):
+        return torch._C._get_dispatch_mode(modes.FAKE) is None
+    if kind is FunctionalTensor or is_functional(tensor):
+        mode = torch._C._get_dispatch_mode(modes.FUNCTIONAL)
+        return mode is None and not torch._C._are_functorch_transforms_active()
+    return False
 
 
 def check_floats(same: dict[str, Tensor | None], wider: dict[str, Tensor | None] | None = None) -> torch.dtype:
@@ -108,6 +164,16 @@ def check_integers(name: str, tensor: Tensor, what: str = "integers") -> None:
 def has_numbers(tensor: Tensor) -> bool:
     """Whether a check can look at them: not while a compiler traces, nor in a tensor that is only a shape."""
     return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def check_readable(name: str, tensor: Tensor) -> None:
+    """That the numbers of a tensor can be had as a list."""
+    check_tensors({name: tensor})
+    if torch.compiler.is_compiling():
+        return
+    if tensor.is_meta or getattr(type(tensor), "__torch_dispatch__", None) is not _NO_DISPATCH:
+        given = f"a {type(tensor).__name__} on {tensor.device}"
+        raise ValueError(f"{name} is {given}, expected a plain tensor with numbers")
 
 
 def check_segments(segments_bs: Tensor) -> None:

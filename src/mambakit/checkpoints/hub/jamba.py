@@ -141,8 +141,8 @@ class Jamba(HubConfig):
         else:
             values["num_experts"] = 1
         tail: Any = mlp or moe
-        period, offset = _period([kind == "Attention" for kind, _ in found], "attention")
-        every, first = _period([kind == "MoE" for _, kind in found], "experts")
+        period, offset = period_of([kind == "Attention" for kind, _ in found], "attention")
+        every, first = period_of([kind == "MoE" for _, kind in found], "experts")
         return cls(
             hidden_size=config.d_model,
             num_hidden_layers=config.n_layer,
@@ -165,11 +165,11 @@ def _every(n: int, period: int, offset: int, what: str) -> list[bool]:
     return [i % period == offset for i in range(n)]
 
 
-def _period(there: Sequence[bool], what: str) -> tuple[int, int]:
+def period_of(there: Sequence[bool], what: str) -> tuple[int, int]:
     """The period and offset of the layers that have something; beyond the last layer where none has."""
-    n = len(there)
-    for period in range(1, n + 2):
-        for offset in range(period):
-            if [i % period == offset for i in range(n)] == list(there):
-                return period, offset
-    raise ValueError(f"its layers with {what} do not follow one another at equal distances")
+    n, places = len(there), [i for i, has in enumerate(there) if has]
+    offset = places[0] if places else n
+    period = places[1] - offset if len(places) > 1 else max(offset + 1, n - offset)
+    if offset >= period or places != list(range(offset, n, period)):
+        raise ValueError(f"its layers with {what} do not follow one another at equal distances")
+    return period, offset
