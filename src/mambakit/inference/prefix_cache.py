@@ -50,8 +50,13 @@ class Rank:
 
     def __init__(self, weight: int):
         self.weight = weight
+        """One more than its uses, and zero if it was kept in passing."""
         self.clock = 0.0
         self.touched = self.ticket = 0
+
+    @property
+    def counts(self) -> bool:
+        return self.weight > 0
 
 
 class PrefixCache:
@@ -65,7 +70,7 @@ class PrefixCache:
     read again without it, times one more than the times it was used, divided by its bytes. Added to that is the worth
     of what was evicted last when the state was kept or last used, so that what is not used falls behind, the sooner the
     less it is worth. The least sum goes, and of equal ones that which was used longest ago. A state kept in `passing`
-    is worth nothing before its first use.
+    is itself worth nothing, and takes nothing from those after it: once it is of use, a better place is known.
 
     A prompt that was looked up is known from then on, read or not, and so is the place where a later one leaves it: ids
     of at most `max_path_tokens` tokens, 4 bytes each, beside those that lead to kept states.
@@ -147,7 +152,7 @@ class PrefixCache:
             else:
                 self.hits += 1
                 self.reused_tokens += found.length
-                found.value.weight += 1
+                found.value.weight += found.value.counts
                 self._touch(found)
             prefix = None if found is None else self._kept[found]
             why_not_more = _why_not_more(nodes, known, len(packed), found) if is_current else "the model has changed"
@@ -182,9 +187,8 @@ class PrefixCache:
             self._kept[node] = prefix
             self.nbytes += prefix.nbytes
             self._touch(node)
-            # Those after it have fewer tokens to lose from now on.
-            for each in (node, *nearest_below(node)):
-                self._enqueue(each)
+            self._enqueue(node)
+            self._lower_those_after(node)
             while self._is_over():
                 dropped.append(self._evict())
 
@@ -192,8 +196,10 @@ class PrefixCache:
         node = self._tree.walk(packed)[0][-1]
         if node.end < len(packed) or node.value is None:
             return False
-        node.value.weight = max(node.value.weight, weight)
         self._touch(node)
+        if weight > node.value.weight:
+            node.value.weight = weight
+            self._lower_those_after(node)
         return True
 
     def _forget(self) -> dict[Node, Prefix]:
@@ -221,9 +227,15 @@ class PrefixCache:
         node.value.clock, node.value.touched = self._clock, next(self._numbers)
 
     def _worth(self, node: Node) -> tuple[float, int]:
-        before = next((above.length for above in ancestry(node.parent) if above.value is not None), 0)
+        before = next((above.length for above in ancestry(node.parent) if above.value and above.value.counts), 0)
         rank = node.value
         return rank.clock + rank.weight * (node.length - before) / max(self._kept[node].nbytes, 1), rank.touched
+
+    def _lower_those_after(self, node: Node) -> None:
+        """They have fewer tokens to lose now that a state is kept at `node`."""
+        if node.value.counts:
+            for below in nearest_below(node, lambda rank: rank.counts):
+                self._enqueue(below)
 
     def _enqueue(self, node: Node) -> None:
         """By its worth of now. More of it is noticed when its turn comes; who makes it less enqueues again."""

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 WIDTH = array("i").itemsize
@@ -130,6 +130,12 @@ class Tree:
         return middle
 
     def _grow(self, node: Node, ids: bytes) -> Node:
+        """The end of `ids`, which go on from `node` where no path does."""
+        if node in self._tips and not node.was_evicted:
+            self._bare += len(ids) - node.end
+            node.run, node.end = node.run + ids[node.end :], len(ids)
+            self._tips.move_to_end(node)
+            return node
         leaf = Node(ids[node.end :], len(ids), node)
         node.children[leaf.run[:WIDTH]] = leaf
         self._bare += len(leaf.run)
@@ -167,12 +173,12 @@ def ancestry(node: Node | None) -> Iterator[Node]:
         node = node.parent
 
 
-def nearest_below(node: Node) -> Iterator[Node]:
-    """The nodes below that have a value, and none between them and `node`."""
+def nearest_below(node: Node, counts: Callable[[Any], bool]) -> Iterator[Node]:
+    """The nodes below whose value `counts`, with none such between them and `node`."""
     waiting = [child for child in node.children.values() if child.values]
     while waiting:
         below = waiting.pop()
-        if below.value is not None:
+        if below.value is not None and counts(below.value):
             yield below
         else:
             waiting += [child for child in below.children.values() if child.values]
