@@ -52,6 +52,7 @@ SLOW = {
     "test_quantization.py::test_loss_on_text",
     "test_rotation.py::test_quaternion_product_is_a_proper_operator",
     "test_threads.py::test_generations_of_one_model",
+    "test_sessions.py::test_killed_while_parking",
     "test_trainer_runs.py::",
     "test_training.py::test_narrow_dtypes_learn_like_float32",
 }
