@@ -5,6 +5,7 @@ stands in a model's way; such a model is stepped module by module.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,7 +194,43 @@ def why_not(model: nn.Module) -> str | None:
     for name, tensor in model.named_parameters():
         if tensor.dtype != torch.float32 or not few_rows.is_plain(tensor):
             return f"{name} is {tensor.dtype} on {tensor.device}, expected contiguous float32 on the CPU"
+    return wrong_size(model)
+
+
+def wrong_size(model: LanguageModel) -> str | None:
+    """Which tensor somebody replaced by one of another size, if any: kernels take the sizes that configs say."""
+    d, backbone = model.config.block.d_model, model.backbone
+    sizes: dict[str, tuple[int, ...]] = {}
+    for i, layer in enumerate(backbone.layers):
+        at, mlp = f"backbone.layers.{i}", getattr(layer, "mlp", None)
+        block: Any = layer.mixer
+        sizes |= {f"{at}.mixer.{name}": size for name, size in sizes_of(type(block), block.config).items()}
+        sizes |= {f"{at}.{norm}.{name}": (d,) for norm in ("norm", "norm2") for name in ("weight", "bias")}
+        if mlp is not None:
+            inner = mlp.fc2.stored().columns
+            sizes |= {f"{at}.mlp.fc1.weight": (2 * inner, d), f"{at}.mlp.fc2.weight": (d, inner)}
+    sizes |= {f"backbone.norm_f.{name}": (d,) for name in ("weight", "bias")}
+    rows = backbone.embedding.num_embeddings
+    sizes |= {"backbone.embedding.weight": (rows, d), "lm_head.weight": (rows, d)}
+    given = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, PROJECTIONS):
+            stored = module.stored()
+            given[f"{name}.weight"] = (len(stored.weight), stored.columns)
+            try:
+                few_rows.check_sizes(stored)
+            except ValueError as error:
+                return f"{name} does not fit: {error}"
+    for name, size in given.items():
+        if sizes.get(name, size) != size:
+            return f"{name} has shape {size}, expected {sizes[name]}"
     return None
+
+
+@lru_cache(maxsize=64)
+def sizes_of(kind: type[Block], config: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a block's parameters by name, as it is made."""
+    return {name: tuple(parameter.shape) for name, parameter in kind(config, device="meta").named_parameters()}
 
 
 def why_not_module(module: nn.Module) -> str | None:

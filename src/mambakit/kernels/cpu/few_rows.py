@@ -6,7 +6,7 @@ from torch import Tensor
 from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.library import pointer, run
 from mambakit.kernels.cpu.structs import Matrix, Matvec
-from mambakit.ops.few_rows import FEW_ROWS, GROUP, NF4, Weights
+from mambakit.ops.few_rows import FEW_ROWS, NF4, Weights, check_sizes
 
 
 def matrix(weights: Weights) -> Matrix:
@@ -29,14 +29,7 @@ def multiply(
     columns = x.shape[-1] if format == NF4 else weight.shape[1]
     if x.dtype != torch.float32 or x.shape[-1] != columns:
         raise ValueError(f"x is {x.dtype} and {x.shape[-1]} wide, expected float32 and {columns}")
-    rows, groups = weight.shape[0], 1 if not group else -(-columns // group)
-    halves = format == NF4
-    if group % GROUP or halves != (group > 0) or (halves and weight.shape[1] * 2 != groups * group):
-        raise ValueError(f"weight of shape {tuple(weight.shape)} does not hold {columns} columns in groups of {group}")
-    if scales is not None and scales.numel() != rows * groups:
-        raise ValueError(f"scales has {scales.numel()} elements, expected {rows * groups}")
-    if bias is not None and bias.numel() != rows:
-        raise ValueError(f"bias has {bias.numel()} elements, expected {rows}")
+    check_sizes(Weights(format, columns, weight, scales, bias, group))
     tensors = [t if t is None else t.contiguous() for t in (weight, scales, bias)]
     stored = matrix(Weights(format, columns, *tensors, group))  # type: ignore[arg-type]
     x = x.contiguous()
