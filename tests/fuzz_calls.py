@@ -196,7 +196,8 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 def of_kind(kind: str, tensor: Tensor) -> Tensor:
     """Of plain tensors only: torch makes some kinds of others, but never ends."""
     is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
-    return KINDS[kind](tensor) if is_plain and not torch._is_functional_tensor(tensor) else tensor
+    is_plain = is_plain and not torch._is_functional_tensor(tensor) and not tensor.is_inference()
+    return KINDS[kind](tensor) if is_plain else tensor
 
 
 def far_apart(tensor: Tensor) -> Tensor:
