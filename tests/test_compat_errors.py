@@ -52,7 +52,7 @@ CALLS = {
     "bias alone": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "outproj_bias": z(3)},
                    "without outproj_weight"),
     "some states": (SISO, (*TURNED, z(1, 5, 2, 4)), {"Input_States": (z(1), None, None, None)}, "all four states"),
-    "angles": (MIMO, (*TURNED, z(1), None, None, z(1, 5, 2, 4), None, None, 16, 4, torch.half), {}, "rotary_dim_divisor"),
+    "angles": (MIMO, (*TURNED, z(1), *[None] * 2, z(1, 5, 2, 4), None, None, 16, 4, torch.half), {}, "rotary_dim_divisor"),
     "residual": (NORM, (z(2, 4), z(4), None), {"residual": z(3, 4)}, r"residual has shape \(3, 4\) but x has \(2, 4\)"),
     "rowscale": (NORM, (z(2, 4), z(4), None), {"x1": z(2, 4), "rowscale": z(2)}, "rowscale does not go with x1"),
     "dropout": (NORM, (z(2, 4), z(4), None), {"dropout_p": 1.5}, "dropout_p = 1.5 has to be"),
