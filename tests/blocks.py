@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor, nn
 
-from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
+from mambakit import (
+    Attention,
+    AttentionConfig,
+    Mamba1,
+    Mamba1Config,
+    Mamba2,
+    Mamba2Config,
+    Mamba3,
+    Mamba3Config,
+)
 
 M2 = {"d_model": 8, "state_rank": 4, "per_head_dim": 4}
 M3 = {"d_model": 8, "state_rank": 8, "per_head_dim": 4}
@@ -11,10 +20,15 @@ M3 = {"d_model": 8, "state_rank": 8, "per_head_dim": 4}
 CONFIGS = {
     "mamba1": Mamba1Config(d_model=6, state_rank=3),
     "mamba1-bare": Mamba1Config(d_model=6, state_rank=4, conv_kernel=1, conv_bias=False, bias=True, dt_init="constant"),
+    "mamba1-normed": Mamba1Config(d_model=6, state_rank=3, dt_rank=2, dt_b_c_norm=True),
+    "mamba1-rms": Mamba1Config(d_model=6, state_rank=4, dt_rank=3, dt_b_c_norm=True, dt_b_c_norm_weight=False),
     "mamba2": Mamba2Config(**M2),
     "mamba2-groups": Mamba2Config(**M2, ngroups=2, norm_before_gate=True, bias=True, conv_kernel=2),
     "mamba2-mlp": Mamba2Config(**M2, d_ssm=8, D_has_hdim=True, dt_limit=(0.01, 0.08), conv_bias=False),
     "mamba2-learned": Mamba2Config(**M2, rmsnorm=False, learnable_init_states=True, norm_group_size=4),
+    "mamba2-multipliers": Mamba2Config(
+        **M2, d_inner=12, d_ssm=8, ssm_multipliers=(0.5, 1.25, 0.7, 1.5, 2.0), bias=True
+    ),
     "mamba3": Mamba3Config(**M3),
     "mamba3-mimo": Mamba3Config(**M3, is_mimo=True, mimo_rank=3, ngroups=2, is_outproj_norm=True),
     "mamba3-rank1": Mamba3Config(**M3, is_mimo=True, mimo_rank=1, rope_fraction=1.0, a_activation="softplus"),
@@ -24,9 +38,14 @@ CONFIGS = {
         **M3, rotation="quaternion", rope_fraction=1.0, is_mimo=True, learnable_init_states=True
     ),
     "mamba3-burn": Mamba3Config.burn(**M3, learnable_init_states=True),
+    "attention": AttentionConfig(8, 2),
+    "attention-rope": AttentionConfig(8, 4, 2, 4, rope_theta=100.0, rope_fraction=0.5, bias=True, key_scale=0.7),
+    "attention-window": AttentionConfig(8, 2, 1, 6, 0.3, 50.0, window=3, in_scale=0.8, out_scale=1.5),
 }
-FAMILIES = ("mamba1", "mamba2", "mamba3", "mamba3-mimo", "mamba3-quaternion")
-MAKE = {Mamba1Config: Mamba1, Mamba2Config: Mamba2, Mamba3Config: Mamba3}
+FAMILIES = ("mamba1", "mamba2", "mamba3", "mamba3-mimo", "mamba3-quaternion", "attention-rope", "attention-window")
+MAMBAS = tuple(name for name in CONFIGS if name.startswith("mamba"))
+"""Those with a state, scans and kernels of their own."""
+MAKE = {Mamba1Config: Mamba1, Mamba2Config: Mamba2, Mamba3Config: Mamba3, AttentionConfig: Attention}
 
 
 def make_block(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -64,8 +83,31 @@ def tensors_of(cache) -> dict[str, Tensor]:
     return named
 
 
+def differentiable(value) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def leaf_cache(cache):
-    return type(cache)(*(t.detach().clone().requires_grad_() if isinstance(t, Tensor) else t for t in cache))
+    return type(cache)(*(t.detach().clone().requires_grad_() if differentiable(t) else t for t in cache))
+
+
+def leaves_of(block: nn.Module, x: Tensor, entering) -> dict[str, Tensor]:
+    """All that has a gradient, by name."""
+    inputs = {"x": x, **dict(block.named_parameters())}
+    if entering is not None:
+        inputs |= {f"entering {n}": t for n, t in entering._asdict().items() if differentiable(t)}
+    return inputs
+
+
+def weighed(out: dict[str, Tensor]) -> Tensor:
+    """A loss that every number takes part in."""
+    make = torch.Generator().manual_seed(5)
+    weighed = [
+        (t * torch.randn(t.shape, generator=make, dtype=torch.float64).to(t.dtype)).sum()
+        for t in out.values()
+        if differentiable(t)
+    ]
+    return torch.stack(weighed).sum()
 
 
 def results(block: nn.Module, run, x: Tensor, cache) -> dict[str, Tensor]:
@@ -74,11 +116,7 @@ def results(block: nn.Module, run, x: Tensor, cache) -> dict[str, Tensor]:
     entering = None if cache is None else leaf_cache(cache)
     y, last = run(block, x, entering)
     out = {"y": y, **tensors_of(last)}
-    make = torch.Generator().manual_seed(5)
-    loss = sum((t * torch.randn(t.shape, generator=make, dtype=torch.float64).to(t.dtype)).sum() for t in out.values())
-    inputs = {"x": x, **dict(block.named_parameters())}
-    if entering is not None:
-        inputs |= {f"entering {n}": t for n, t in entering._asdict().items() if isinstance(t, Tensor)}
-    grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)  # type: ignore[arg-type]
+    inputs = leaves_of(block, x, entering)
+    grads = torch.autograd.grad(weighed(out), list(inputs.values()), allow_unused=True)
     named = zip(inputs.items(), grads, strict=True)
     return out | {f"d {name}": torch.zeros_like(t) if grad is None else grad for (name, t), grad in named}

@@ -46,6 +46,8 @@ SLOW = {
     "test_kernel_ssd.py::test_opcheck",
     "test_kernels.py::test_a_library_of_other_sources_is_refused",
     "test_kernels.py::test_missing_kernels_say_why",
+    "test_moe.py::test_compile_and_export",
+    "test_moe.py::test_operator",
     "test_mutations.py::",
     "test_quantization.py::test_loss_on_text",
     "test_rotation.py::test_quaternion_product_is_a_proper_operator",

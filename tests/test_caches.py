@@ -20,6 +20,8 @@ BLOCKS = {
     "mamba3_quaternion_mimo": lambda: mk.Mamba3(
         mk.Mamba3Config(d_model=8, state_rank=8, per_head_dim=8, rotation="quaternion", is_mimo=True, mimo_rank=2)
     ),
+    "attention": lambda: mk.Attention(mk.AttentionConfig(8, 2, rope_theta=100.0)),
+    "attention_window": lambda: mk.Attention(mk.AttentionConfig(8, 4, 2, window=3)),
 }
 
 
@@ -36,7 +38,8 @@ def used_cache(block, batch: int, tokens: int = 3) -> Any:
 def used_model_cache(batch: int) -> list[Any]:
     """A nesting as a model has it: lists and tuples, a gap, and both pathways."""
     one, two, three = (used_cache(BLOCKS[name](), batch) for name in ("mamba1", "mamba2", "mamba3"))
-    return [one, (two, None), [three, three.with_pathway("double")]]
+    attention = used_cache(BLOCKS["attention_window"](), batch, 70)
+    return [one, (two, None), [three, three.with_pathway("double")], attention]
 
 
 def flat(cache: Any) -> list[Any]:
@@ -141,7 +144,7 @@ def test_concat_refuses_what_differs():
     single = cache[2][0]
     cases = [
         ([], "at least one"),
-        ([cache, cache[:2]], "cache is a list of 3 in cache 0 but a list of 2 in cache 1"),
+        ([cache, cache[:2]], "cache is a list of 4 in cache 0 but a list of 2 in cache 1"),
         ([single, single.with_pathway("double")], "cache.pathway is 'single' in cache 0 but 'double' in cache 1"),
         ([cache[0], cache[1][0]], "a Mamba1Cache in cache 0 but a Mamba2Cache"),
         ([[single, None], [single, single]], r"cache\[1\] is None in cache 0 but a Mamba3Cache"),

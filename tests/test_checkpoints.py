@@ -450,10 +450,10 @@ class TestMalformedConfigs:
         with pytest.raises(ValueError, match=r"unknown field ssm_cfg.typo; d_inner = 32 is not a multiple of"):
             load_model(official)
 
-    @pytest.mark.parametrize("model_type", ["llama", "falcon_mamba", None, ["mamba"]])
+    @pytest.mark.parametrize("model_type", ["llama", "zamba2", None, ["mamba"]])
     def test_other_models(self, official, model_type):
         edit_config(official, model_type=model_type)
-        with pytest.raises(ValueError, match=r"model_type = .* is not supported, expected mamba or mamba2"):
+        with pytest.raises(ValueError, match=r"model_type = .* is not supported, expected one of mamba, mamba2, nemo"):
             load_model(official)
 
     @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from blocks import CONFIGS, FAMILIES, make_block, random_cache, results, tensors_of, tokens
+from blocks import CONFIGS, FAMILIES, MAMBAS, make_block, random_cache, results, tensors_of, tokens
 from compare import check
 
 # Inductor compiles C++ here; `aot_eager` traces the same graph, gradients included, without it.
@@ -13,9 +13,12 @@ INDUCTOR = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "cl")
 BACKENDS = [
     *(
         pytest.param(name, "aot_eager", id=f"{name}-aot_eager")
-        for name in ("mamba2-mlp", "mamba3-mimo", "mamba3-learned")
+        for name in ("mamba2-mlp", "mamba3-mimo", "mamba3-learned", "attention-rope", "attention-window")
     ),
-    *(pytest.param(name, "inductor", marks=INDUCTOR, id=f"{name}-inductor") for name in ("mamba1", "mamba2", "mamba3")),
+    *(
+        pytest.param(name, "inductor", marks=INDUCTOR, id=f"{name}-inductor")
+        for name in ("mamba1", "mamba2", "mamba3", "attention")
+    ),
 ]
 
 
@@ -41,7 +44,9 @@ def test_compile(name, backend):
 
     for run in (lambda block, x, cache: block(x, cache), step):
         compiled = torch.compile(run, fullgraph=True, backend=backend)
-        check(1e-5, results(block, compiled, x, cache), results(block, run, x, cache))
+        # How much room attention's cache needs depends on what is in it.
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            check(1e-5, results(block, compiled, x, cache), results(block, run, x, cache))
 
 
 class Step(torch.nn.Module):
@@ -63,7 +68,7 @@ def test_export(name):
         check(1e-6, {"y": got[0], **tensors_of(got[1])}, {"y": want[0], **tensors_of(want[1])})
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in MAMBAS])
 def test_export_with_a_free_length(name):
     """One program for every length: the scans are single operators, not unrolled loops."""
     block = make_block(name, torch.float32)

@@ -42,6 +42,12 @@ def test_unknown_keys_are_all_named():
             "nheads = 4 is not a multiple of ngroups = 3",
         ),
         (Mamba2Config, {"d_model": 64, "d_ssm": 256}, "d_ssm = 256 is above d_inner = 128"),
+        (Mamba2Config, {"d_model": 64, "d_ssm": 256, "d_inner": 192}, "d_ssm = 256 is above d_inner = 192"),
+        (Mamba2Config, {"d_model": 64, "d_inner": 0}, "d_inner = 0 has to be positive"),
+        (Mamba2Config, {"d_model": 64, "d_inner": -64}, "d_inner = -64 has to be positive"),
+        (Mamba2Config, {"d_model": 64, "d_inner": 100}, "d_inner = 100 is not a multiple of per_head_dim = 64"),
+        (Mamba2Config, {"d_model": 64, "ssm_multipliers": (1.0, 2.0)}, "five numbers, for z, x, B, C and dt"),
+        (Mamba1Config, {"d_model": 64, "dt_b_c_norm": True, "norm_eps": 0.0}, "norm_eps = 0.0 has to be positive"),
         (
             Mamba2Config,
             {"d_model": 64, "A_init_range": (0, 4)},
@@ -115,7 +121,7 @@ def starts_officially(block: nn.Module) -> None:
         assert (block.C_bias == 1).all()
     assert (block.D == 1).all()
     assert block.in_proj.weight.abs().max() <= config.d_model**-0.5
-    assert block.out_proj.weight.abs().max() <= config.d_inner**-0.5
+    assert block.out_proj.weight.abs().max() <= block.out_proj.in_features**-0.5
 
 
 @pytest.mark.parametrize("config", [Mamba1Config(d_model=64), Mamba2Config(d_model=64), Mamba3Config(d_model=64)])

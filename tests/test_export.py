@@ -24,6 +24,11 @@ CONFIGS = {
     "mamba3": mk.Mamba3Config(d_model=16, state_rank=8, per_head_dim=8),
     "mamba3-mimo": mk.Mamba3Config(d_model=16, state_rank=8, per_head_dim=8, is_mimo=True, mimo_rank=2),
 }
+M2, MLP = mk.Mamba2Config(d_model=16, state_rank=8, per_head_dim=8), mk.MLPConfig(16, 24)
+LAYERS = {
+    "experts": ((M2, mk.MoEConfig(16, 8, 4, 2, "sigmoid", d_shared=8)),),
+    "parallel": ((mk.ParallelConfig(M2, mk.ParallelConfig(CONFIGS["mamba1"], MLP)), M2), (MLP,)),
+}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
@@ -37,7 +42,8 @@ def _plain_empty():
 
 def make_model(name: str) -> mk.LanguageModel:
     torch.manual_seed(0)
-    return mk.LanguageModel(mk.ModelConfig(block=CONFIGS[name], n_layer=1, vocab_size=40)).eval()
+    layers = LAYERS[name] if name in LAYERS else ((CONFIGS[name],),)
+    return mk.LanguageModel(mk.ModelConfig(layers=layers, vocab_size=40)).eval()
 
 
 def eager(model, ids, state=None):
@@ -54,7 +60,7 @@ def assert_equal(found, expected):
         torch.testing.assert_close(torch.as_tensor(one), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *LAYERS])
 def test_torch_export(name):
     """Prefill, then a step from its state; the batch is free."""
     model = make_model(name)
@@ -69,7 +75,7 @@ def test_torch_export(name):
         assert_equal(after, [expected[0][:, 0], *expected[1:]])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *LAYERS])
 def test_onnx(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

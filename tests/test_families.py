@@ -21,7 +21,7 @@ from mambakit.blocks.family import FAMILIES as RECORDS
 from mambakit.blocks.family import Family, FusedStep, family_of, presets, register
 from mambakit.cli.main import main
 from mambakit.inference.decoder import StepByStep, make_decoder
-from mambakit.kernels.cpu.decode import STEPS
+from mambakit.kernels.cpu.decode import PARTS, fields_of
 from test_trainer_runs import forked_runs
 
 F64 = torch.float64
@@ -189,7 +189,7 @@ class TestOneRecord:
 
 class TestRecords:
     def test_every_name_on_the_command_line(self):
-        assert list(presets()) == ["mamba1", "mamba2", "mamba3", "mamba3-mimo"]
+        assert list(presets()) == ["mamba1", "mamba2", "mamba3", "mamba3-mimo", "attention"]
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_the_family_of_configs_and_blocks(self, name):
@@ -208,11 +208,12 @@ class TestRecords:
     def test_steps_are_told_in_the_words_of_the_kernels(self, name):
         block, family = make_block(name), family_of(CONFIGS[name])
         assert isinstance(family.step, FusedStep)
-        _, struct = STEPS[family.step.operation.name]
+        _, struct = PARTS[family.name]
         fields = {**family.step.fields(block), **family.step.prepared(block)}
-        assert set(fields) == {field for field, *_ in struct._fields_}
-        assert all(value is None or isinstance(value, Tensor | int | float) for value in fields.values())
-        assert family.step.places.keys() == block.cache_shapes(1).keys()
+        carried = [*family.step.places.values(), *(["slots"] if family.step.slots else [])]
+        assert sorted(fields_of(struct())) == sorted([*fields, *family.step.projections, *carried])
+        assert all(value is None or isinstance(value, Tensor | int | float | str) for value in fields.values())
+        assert family.step.places.keys() >= block.cache_shapes(1).keys()
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_sizes_and_properties_are_there(self, name):
@@ -260,7 +261,7 @@ class Doubled(nn.Module):
 
 
 def derived(block: Any) -> Any:
-    mine = type("Mine", (type(block),), {})(block.config, dtype=block.D.dtype)
+    mine = type("Mine", (type(block),), {})(block.config, dtype=block.out_proj.weight.dtype)
     mine.load_state_dict(block.state_dict())
     return mine
 
@@ -356,11 +357,17 @@ def test_functional_calls(name, run):
     check(GRADIENT[F64], got, want)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+CONSTANT = ("A_log", "D", "in_proj.bias")
+"""Parameters that do not decay."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "attention-window"])
 def test_param_groups_of_parametrized_blocks(name):
     """Every parameter once, and decays as it would without."""
     block = make_block(name)
-    parametrize.register_parametrization(block, "A_log" if hasattr(block, "A_log") else "D", Doubled())
+    constant = next(name for name in CONSTANT if name in dict(block.named_parameters()))
+    owner, _, leaf = constant.rpartition(".")
+    parametrize.register_parametrization(block.get_submodule(owner), leaf, Doubled())
     groups = block.param_groups(muon=True)
     found = [p for group in groups for p in group["params"]]
     assert sum(p.numel() for p in found) == sum(p.numel() for p in block.parameters())

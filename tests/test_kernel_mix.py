@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocks import CONFIGS, make_block, random_cache, tokens
+from blocks import MAMBAS, make_block, random_cache, tokens
 from blocks import results as block_outcome
 from compare import check
 from mambakit import SsdPath
@@ -266,7 +266,7 @@ def block_results(name: str, dtype: torch.dtype, backend: str, **how: Tensor) ->
     return block_outcome(block, lambda block, x, cache: block(x, cache, path=path, **how), x, cache)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if not name.startswith("mamba1")])
+@pytest.mark.parametrize("name", [name for name in MAMBAS if not name.startswith("mamba1")])
 def test_blocks_equal_their_plain_twins(name):
     """In every way a block can be called: outputs, caches and all gradients."""
     torch.manual_seed(1)

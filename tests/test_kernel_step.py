@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import CONFIGS, MAKE, make_block, random_cache, tensors_of, tokens
+from blocks import CONFIGS, MAKE, MAMBAS, make_block, random_cache, tensors_of, tokens
 from compare import check, error, load_golden
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config, SsdPath
 from mambakit.kernels.cpu.library import library, why_missing
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 FUZZ = int(os.environ.get("MAMBAKIT_FUZZ", "200"))
 OPERATORS = {"mamba1": ("mamba1_step_conv", "mamba1_step"), "mamba2": ("mamba2_step",), "mamba3": ("mamba3_step",)}
 MAMBA1 = step.MAMBA1_STEP.kernels["cpu"]
-FUSED = [name for name, config in CONFIGS.items() if getattr(config, "rotation", "complex") == "complex"]
+FUSED = [name for name in MAMBAS if getattr(CONFIGS[name], "rotation", "complex") == "complex"]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ TARGETS = {
     "mamba2": ["in_proj", "out_proj", "conv1d"],
     "mamba3": ["in_proj", "out_proj"],
     "mamba3-mimo": ["in_proj", "out_proj"],
+    "attention-rope": ["in_proj", "out_proj"],
 }
 
 

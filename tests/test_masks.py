@@ -4,8 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
-from blocks import CONFIGS, leaf_cache, make_block, random_cache, tensors_of, tokens
+import mambakit as mk
+from blocks import CONFIGS, leaf_cache, leaves_of, make_block, random_cache, tensors_of, tokens, weighed
 from compare import check
 
 every = pytest.mark.parametrize("name", CONFIGS)
@@ -13,7 +15,13 @@ warmth = pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
 
 
 def gather(rows: list[dict]) -> dict:
-    return {name: torch.cat([row[name] for row in rows], 0) for name in rows[0]}
+    return {name: torch.cat(as_long([row[name] for row in rows])) for name in rows[0]}
+
+
+def as_long(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All as long as the longest, by zeros at the end."""
+    longest = max(part.shape[1] if part.dim() > 1 else 0 for part in parts)
+    return [pad(p, (0, 0) * (p.dim() - 2) + (0, longest - p.shape[1])) if p.dim() > 1 else p for p in parts]
 
 
 def row_of(cache, i: int):
@@ -27,12 +35,8 @@ def compared(block, x, cache, together, alone) -> None:
         leaf = x.detach().clone().requires_grad_()
         entering = None if cache is None else leaf_cache(cache)
         out = run(leaf, entering)
-        make = torch.Generator().manual_seed(5)
-        loss = sum((t * torch.randn(t.shape, generator=make, dtype=t.dtype)).sum() for t in out.values())
-        inputs = {"x": leaf, **dict(block.named_parameters())}
-        if entering is not None:
-            inputs |= {f"entering {n}": t for n, t in entering._asdict().items() if isinstance(t, torch.Tensor)}
-        grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+        inputs = leaves_of(block, leaf, entering)
+        grads = torch.autograd.grad(weighed(out), list(inputs.values()), allow_unused=True)
         named = zip(inputs.items(), grads, strict=True)
         results.append(out | {f"d {n}": torch.zeros_like(t) if g is None else g for (n, t), g in named})
     check(1e-10, *results)
@@ -155,7 +159,7 @@ def test_resets_and_masks_together(name, pattern):
     compared(block, x, cache, together, lambda x, entering: run_pieces(block, x, entering, resets, mask))
 
 
-@pytest.mark.parametrize("name", ["mamba1", "mamba2-learned", "mamba3-learned"])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2-learned", "mamba3-learned", "attention-window"])
 def test_packing_with_masks_and_resets(name):
     block, bounds = make_block(name), [0, 5, 8]
     mask, resets = flags("10111011"), flags("00010010")
@@ -228,3 +232,17 @@ def test_packed_sequences_without_a_token(name):
     y, after = block(x, cache, mask_bs=flags, reset_bs=flags, cu_seqlens=torch.tensor([0, 0, 0]))
     assert y.shape == x.shape
     check(1e-10, tensors_of(after), tensors_of(cache))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_that_starts_afresh(name):
+    block = make_block(name)
+    cache, x = random_cache(block, 2), tokens(block, 2, 1)[:, 0]
+    y, after = block.step(x, cache, reset_b=torch.tensor([False, True]))
+    kept, fresh = block.step(x[:1], mk.caches.select(cache, [0])), block.step(x[1:])
+    torch.testing.assert_close(y, torch.cat([kept[0], fresh[0]]), rtol=0, atol=1e-12)
+    joined = mk.caches.concat([kept[1], fresh[1]])
+    for name, tensor in tensors_of(after).items():
+        torch.testing.assert_close(tensor, tensors_of(joined)[name], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"reset_b needs 1 axis \(batch\), got \(2, 1\)"):
+        block.step(x, cache, reset_b=torch.zeros(2, 1, dtype=torch.bool))

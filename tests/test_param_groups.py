@@ -25,6 +25,7 @@ BLOCKS = {
             d_model=16, state_rank=8, per_head_dim=8, ngroups=2, is_mimo=True, mimo_rank=3, rotation="quaternion"
         )
     ),
+    "attention": lambda: mk.Attention(mk.AttentionConfig(16, 4, 2, 8, rope_theta=100.0, bias=True)),
 }
 
 # The table of the specification: the rows of every map, those for AdamW by name.
@@ -34,6 +35,7 @@ ROWS = {
     "mamba2_mlp": {"in_proj": [16, 16, 16, 16, 8, 8, "dt 2"], "out_proj": [16]},
     "mamba3": {"in_proj": [32, 32, 8, 8, "dt 4", "A 4", "lambda 4", 2], "out_proj": [16]},
     "mamba3_mimo": {"in_proj": [32, 32, 48, 48, "dt 4", "A 4", "lambda 4", 12], "out_proj": [16]},
+    "attention": {"in_proj": [32, 16, 16], "out_proj": [16]},
 }
 
 
@@ -76,7 +78,7 @@ def addresses(tensor: Tensor) -> range:
 
 @pytest.mark.parametrize("muon", [False, True])
 def test_every_trainable_element_is_in_one_group(block, muon):
-    block.D.requires_grad_(False)
+    next(p for name, p in block.named_parameters() if not name.endswith("weight")).requires_grad_(False)
     held = [address for tensor in members(block.param_groups(muon=muon)) for address in addresses(tensor)]
     wanted = [address for tensor in block.parameters() if tensor.requires_grad for address in addresses(tensor)]
     assert sorted(held) == sorted(wanted)

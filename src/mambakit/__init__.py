@@ -3,9 +3,13 @@
 import mambakit.kernels.cpu
 import mambakit.kernels.triton  # noqa: F401 - both register what they have behind the operations
 from mambakit.blocks import caches
+from mambakit.blocks.attention import Attention, AttentionCache, AttentionConfig
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
+from mambakit.blocks.mlp import MLP, MLPConfig
+from mambakit.blocks.moe import MoE, MoEConfig
+from mambakit.blocks.parallel import Parallel, ParallelCache, ParallelConfig
 from mambakit.checkpoints import load_model, save_model
 from mambakit.compat.hf import accelerate
 from mambakit.inference.generation import generate, stream
@@ -42,6 +46,10 @@ Mamba3SsdPath = SsdPath
 __version__ = "0.1.0"
 
 __all__ = [
+    "MLP",
+    "Attention",
+    "AttentionCache",
+    "AttentionConfig",
     "BidirectionalConfig",
     "BidirectionalStack",
     "Custom",
@@ -50,6 +58,7 @@ __all__ = [
     "LatentConfig",
     "LatentModel",
     "Layer",
+    "MLPConfig",
     "Mamba1",
     "Mamba1Cache",
     "Mamba1Config",
@@ -64,9 +73,14 @@ __all__ = [
     "Mamba3DoubleSsdInput",
     "Mamba3SingleSsdInput",
     "Mamba3SsdPath",
+    "MoE",
+    "MoEConfig",
     "ModelConfig",
     "MultiGate",
     "MultiGateConfig",
+    "Parallel",
+    "ParallelCache",
+    "ParallelConfig",
     "PrefixCache",
     "SsdPath",
     "Stack",

@@ -37,6 +37,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
 
     config_class: type[Any]
     cache_class: type[Any]
+    entry = "in_proj"
+    """The module or parameter that meets the input first."""
     config: Config
 
     def __init__(self, config: Config | None = None, **fields: Any):
@@ -63,8 +65,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         """Nothing seen yet; the state is the learned one where there is one."""
 
     @abstractmethod
-    def cache_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Of a cache's tensors, by field."""
+    def cache_shapes(self, batch: int) -> dict[str, tuple[Any, ...]]:
+        """Of a cache's floating-point tensors, by field; None for an axis of any length."""
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """In the dtype and on the device of a parameter, and a plain tensor even where that is a share of one."""
@@ -108,16 +110,19 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if cache is None:
             cache = self.fresh_cache(rows)
         else:
-            check_cache(self, cache, rows, x_bsd)
+            self.check_cache(cache, rows, x_bsd)
         ids_bs = None
         if reset_bs is not None:
             check_flags("reset_bs", reset_bs, x_bsd)
             ids_bs = reset_bs.bool().cumsum(1)
+        config = self.config
+        x_bsd = x_bsd if config.in_scale == 1 else x_bsd * config.in_scale
         if mask_bs is None and cu_seqlens is None:
             if ids_bs is not None and s:
-                cache = restart(self, cache, ids_bs[:, 0] > 0)
+                cache = self.restarted(cache, ids_bs[:, 0] > 0)
             with path.around():
-                return self.run(x_bsd, cache, path.inside, ids_bs, None)
+                y_bsd, cache = self.run(x_bsd, cache, path.inside, ids_bs, None)
+            return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), cache
 
         if mask_bs is not None:
             check_flags("mask_bs", mask_bs, x_bsd)
@@ -125,18 +130,36 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         segments = leaving = None
         if ids_bs is not None:
             segments, entering, leaving = layout.resets(ids_bs)
-            cache = restart(self, cache, entering)
+            cache = self.restarted(cache, entering)
         with path.around():
             y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
         if leaving is not None:
-            cache = restart(self, cache, leaving)
+            cache = self.restarted(cache, leaving)
+        y_rld = y_rld if config.out_scale == 1 else y_rld * config.out_scale
         return layout.scatter(y_rld, b, s), cache
 
-    def step(self, x_bd: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
-        """One token."""
+    def step(self, x_bd: Tensor, cache: Cache | None = None, *, reset_b: Tensor | None = None) -> tuple[Tensor, Cache]:
+        """One token; rows of `reset_b` start afresh before it."""
         check_token(self, x_bd)
-        y_bsd, after = self(x_bd[:, None], cache)
+        options: Options = {} if reset_b is None else {"reset_bs": one_each("reset_b", reset_b)}
+        y_bsd, after = self(x_bd[:, None], cache, **options)
         return y_bsd[:, 0], after
+
+    def restarted(self, cache: Cache, fresh_b: Tensor) -> Cache:
+        """`cache` with the rows of `fresh_b` as a fresh cache has them."""
+        new = self.fresh_cache(len(fresh_b))
+        return type(cache)(
+            *(
+                torch.where(fresh_b.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.dtype), old)
+                if isinstance(old, Tensor)
+                else old
+                for fresh, old in zip(new, cache, strict=True)
+            )
+        )
+
+    def check_cache(self, cache: Any, rows: int, x_bsd: Tensor) -> None:
+        """ValueError unless it is a cache of this block for so many rows, beside such an input."""
+        check_cache(self, cache, rows, x_bsd)
 
     def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
         """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
@@ -208,20 +231,6 @@ def lay_out(
     return Layout(take_rl.gather(1, nearest_rl), lengths_r, back_n, present_n, last_n)
 
 
-def restart(block: Block[Any, Cache], cache: Cache, fresh_b: Tensor) -> Cache:
-    """`cache` with the rows of `fresh_b` as a fresh cache has them."""
-    new = block.fresh_cache(len(fresh_b))
-    pairs = zip(new, cache, strict=True)
-    return type(cache)(
-        *(
-            torch.where(fresh_b.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.dtype), old)
-            if isinstance(old, Tensor)
-            else old
-            for fresh, old in pairs
-        )
-    )
-
-
 def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
     """Zero step sizes beyond each row's length: no decay, no write, no turn."""
     if lengths_b is None:
@@ -242,10 +251,10 @@ def check_input(block: Any, x_bsd: Tensor) -> None:
 
 def check_projected(module: nn.Module, name: str, x: Tensor) -> None:
     """That `x` can enter the first projection; an adapter or a quantized one says for itself what it takes."""
-    linear: Any = getattr(module, "in_proj", None)
-    weight: Tensor | None = getattr(linear, "weight", None)
-    if not (is_plain(linear, Linear) or is_plain(linear, nn.Linear)):
-        weight = None
+    first: Any = getattr(module, getattr(module, "entry", "in_proj"), None)
+    weight: Tensor | None = first if isinstance(first, Tensor) else None
+    if isinstance(first, nn.Module) and (is_plain(first, Linear) or is_plain(first, nn.Linear)):
+        weight = first.weight
     if not x.is_floating_point() or (weight is not None and x.dtype != weight.dtype and not casts(x, weight)):
         wanted = next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
         raise ValueError(f"{name} is {x.dtype}, expected {wanted}, as the projections are; cast one of them")
@@ -267,6 +276,14 @@ def check_token(block: Any, x_bd: Tensor) -> None:
         raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")
 
 
+def one_each(name: str, flags_b: Tensor) -> Tensor:
+    """Flags of one token for each row, as `forward` takes them."""
+    if not isinstance(flags_b, Tensor) or flags_b.dim() != 1:
+        given = tuple(flags_b.shape) if isinstance(flags_b, Tensor) else type(flags_b).__name__
+        raise ValueError(f"{name} needs 1 axis (batch), got {given}")
+    return flags_b[:, None]
+
+
 def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
     device, double, kind = x_bsd.device, x_bsd.dtype == torch.float64, block.cache_class
     if not isinstance(cache, kind):
@@ -278,8 +295,9 @@ def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
             given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"cache.{name} is {given}, expected a floating-point tensor")
         check_dense(f"cache.{name}", tensor)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {shape} for {rows} rows")
+        if tensor.dim() != len(shape) or any(n not in (None, m) for m, n in zip(tensor.shape, shape, strict=True)):
+            expected = f"({', '.join('any' if n is None else str(n) for n in shape)})"
+            raise ValueError(f"cache.{name} has shape {tuple(tensor.shape)}, expected {expected} for {rows} rows")
         if tensor.device != device:
             raise ValueError(f"cache.{name} is on {tensor.device} but x_bsd on {device}; move it with caches.to()")
         if (tensor.dtype == torch.float64) != double:

@@ -2,7 +2,8 @@
 
 A cache is what a block or a model carries between calls: a `NamedTuple` of tensors and settings such as `pathway`, or
 any nesting of lists, tuples and `NamedTuple`s of these, with None for nothing. The first axis of every tensor is the
-batch. Caches are replaced, never written into, so a new cache may share tensors with the one it was made from.
+batch; a `NamedTuple` whose tensors grow has a `grows` that says along which axis, by field. Caches are replaced, never
+written into, so a new cache may share tensors with the one it was made from.
 """
 
 import json
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mambakit.blocks.family import FAMILIES
 from mambakit.ops.shapes import check_beside, check_readable, check_tensors
@@ -36,6 +38,15 @@ def register(kind: Kind) -> Kind:
         raise ValueError(f"a kind of cache named {kind.__name__} is already known; choose another name")
     KINDS[kind.__name__] = kind
     return kind
+
+
+def rows(cache: Any) -> int:
+    """The number of its batch rows."""
+    found: list[Tensor] = []
+    _change(cache, lambda _, tensor: found.append(tensor) or tensor)
+    if not found:
+        raise ValueError("a cache without a tensor does not say how many rows it has")
+    return len(found[0])
 
 
 def clone(cache: Cache) -> Cache:
@@ -91,11 +102,16 @@ def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
 
 
 def concat(caches: Sequence[Cache]) -> Cache:
-    """One cache with the rows of all, in order. They have to be alike in everything but their number of rows."""
+    """One cache with the rows of all, in order. They have to be alike in everything but their number of rows.
+
+    Where tensors grow, the shorter ones are filled up with zeros.
+    """
     if not caches:
         raise ValueError("concat needs at least one cache")
 
-    def join(where: str, tensors: Sequence[Tensor]) -> Tensor:
+    def join(where: str, tensors: Sequence[Tensor], grows: int | None) -> Tensor:
+        if grows is not None:
+            tensors = _of_one_length(tensors, grows)
         first = tensors[0]
         for i, other in enumerate(tensors):
             if _but_rows(other) != _but_rows(first):
@@ -179,11 +195,16 @@ def _kinds() -> dict[str, type]:
 
 
 def _change(cache: Cache, change: Callable[[str, Tensor], Tensor]) -> Cache:
-    return _combine([cache], lambda where, tensors: change(where, tensors[0]), "cache")
+    return _combine([cache], lambda where, tensors, _: change(where, tensors[0]), "cache")
 
 
-def _combine(nodes: Sequence[Any], join: Callable[[str, Sequence[Tensor]], Tensor], where: str) -> Any:
-    """The structure that all `nodes` have, with `join(where, tensors)` in the place of their tensors."""
+def _combine(
+    nodes: Sequence[Any],
+    join: Callable[[str, Sequence[Tensor], int | None], Tensor],
+    where: str,
+    grows: int | None = None,
+) -> Any:
+    """The structure that all `nodes` have, with `join(where, tensors, grows)` in the place of their tensors."""
     first = nodes[0]
     for i, node in enumerate(nodes):
         if _outline(node) != _outline(first):
@@ -191,10 +212,14 @@ def _combine(nodes: Sequence[Any], join: Callable[[str, Sequence[Tensor]], Tenso
     if isinstance(first, Tensor):
         for node in nodes:
             check_tensors({where: node})
-        return join(where, nodes)
+        return join(where, nodes, grows)
     if isinstance(first, SETTINGS):
         return first
-    parts = [_combine(parts, join, where + label) for label, *parts in zip(_labels(first, where), *nodes, strict=True)]
+    axes = getattr(first, "grows", {})
+    parts = [
+        _combine(parts, join, where + label, axes.get(label[1:]))
+        for label, *parts in zip(_labels(first, where), *nodes, strict=True)
+    ]
     return type(first)(*parts) if _is_named(first) else type(first)(parts)
 
 
@@ -226,6 +251,12 @@ def _is_wide(where: str) -> bool:
 
 def _but_rows(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape[1:])} {tensor.dtype} on {tensor.device}"
+
+
+def _of_one_length(tensors: Sequence[Tensor], axis: int) -> list[Tensor]:
+    """All as long as the longest along `axis`, with zeros at the end."""
+    longest = max(tensor.shape[axis] for tensor in tensors)
+    return [pad(t, (0, 0) * (t.dim() - 1 - axis) + (0, longest - t.shape[axis])) for t in tensors]
 
 
 def _describe(node: Any, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -34,12 +34,20 @@ class Config:
         return cls.from_dict(json.loads(text))
 
 
-class BlockConfig(Config):
-    """Base of the families' configs, which are dataclasses."""
-
+class _Wide(Config):
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
     d_model: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockConfig(_Wide):
+    """Base of the families' configs."""
+
+    in_scale: float = 1.0
+    """What a block's input is multiplied by before all else."""
+    out_scale: float = 1.0
+    """What its output is multiplied by after all else."""
 
 
 def _plain(value: Any) -> Any:

@@ -10,20 +10,27 @@ from typing import Any
 from torch import Tensor
 
 from mambakit.blocks.block import Block
-from mambakit.ops.operation import TorchOperation
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedStep:
     """A block's step in the words of the kernels that run it: the fields of their struct, without an address yet."""
 
-    operation: TorchOperation
-    fields: Callable[[Any], dict[str, Tensor | float | None]]
-    """Of a block: its parameters as they are, and numbers. Nothing is computed."""
+    fields: Callable[[Any], dict[str, Any]] = lambda block: {}
+    """Of a block: its parameters as they are, numbers and words. Nothing is computed."""
     prepared: Callable[[Any], dict[str, Tensor]] = lambda block: {}
     """Fields computed from a block's parameters, which they do not follow: for who keeps them over many tokens."""
-    places: Mapping[str, str]
+    projections: tuple[str, ...] = ()
+    """Its matrices, by the names of modules, or of parameters that stack several; some blocks may lack one."""
+    places: Mapping[str, str] = field(default_factory=dict)
     """What the kernels call each tensor of a cache."""
+    slots: Callable[[Any, Any, int], int] | None = None
+    """Of a block, a cache and a number of tokens to come: how long the axes in the cache's `grows` are after them."""
+    inside: Callable[[Any], tuple[Any, ...]] = lambda block: (block,)
+    """The blocks that it is the sum of, which all read its input: itself first, with others that carry nothing, or
+    others alone, whose caches make up its own."""
+    modules: tuple[type, ...] = ()
+    """Types of modules that no other blocks have."""
     why_not: Callable[[Any], str | None] = lambda block: None
     """What keeps a block, itself and its modules of the usual types, from being stepped so; None if nothing does."""
 
@@ -43,11 +50,15 @@ class Family:
     """Of a forward's matrix products beside the projections, for a config and so many tokens."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """More names on the command line, each with the fields it sets."""
+    needed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields without a default, for who does not name them."""
     at_hand: Mapping[str, Any] = field(default_factory=dict)
     """Fields for training on the machine at hand, where the defaults are meant for large models."""
     example: Mapping[str, Any]
     """Fields of a tiny block for self-checks."""
     step: FusedStep | None = None
+    alone: bool = True
+    """Whether a model can be made of such blocks and no others."""
 
     @property
     def config(self) -> type:
@@ -63,7 +74,7 @@ class Family:
 
     def configure(self, *given: Mapping[str, Any]) -> Any:
         """A config; what is given later wins. Sizes that are None, or not of this family, are left out."""
-        sizes = {name: value for each in given for name, value in each.items() if value is not None}
+        sizes = {name: value for each in (self.needed, *given) for name, value in each.items() if value is not None}
         return self.config(**{name: value for name, value in sizes.items() if self.has(name)})
 
 
@@ -89,9 +100,25 @@ def family_of(part: Any) -> Family:
     raise ValueError(f"block is a {type(part).__name__}, expected one of {expected}")
 
 
+def to_dict(config: Any) -> dict[str, Any]:
+    """A block's config as JSON values, its family among them."""
+    return {"family": family_of(config).name, **config.to_dict()}
+
+
+def from_dict(values: Any, where: str = "block") -> Any:
+    """What `to_dict` gave the values of; `where` is what messages call them."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} = {values!r} is of the wrong type, expected an object with the fields of a block")
+    fields = dict(values)
+    family = fields.pop("family", None)
+    if family not in FAMILIES:
+        raise ValueError(f"{where}.family is {family!r}, expected one of {', '.join(FAMILIES)}")
+    return FAMILIES[family].config.from_dict(fields)
+
+
 def presets() -> dict[str, tuple[Family, Mapping[str, Any]]]:
     """The names a command line offers, each with its family and the fields it sets."""
-    families = FAMILIES.values()
+    families = [family for family in FAMILIES.values() if family.alone]
     return {name: (f, given) for f in families for name, given in {f.name: {}, **f.variants}.items()}
 
 
@@ -106,5 +133,7 @@ def ssd_flops(config: Any, tokens: int, *, groups: int, ranks: int = 1) -> float
 
 
 def _names(family: Family) -> Iterator[str]:
-    """What no two families may share."""
-    yield from (family.name, *family.variants, family.config.__name__, family.cache.__name__)
+    """What no two families may share, but for the name of a cache of nothing."""
+    yield from (family.name, *family.variants, family.config.__name__)
+    if family.cache._fields:
+        yield family.cache.__name__

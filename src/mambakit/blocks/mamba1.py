@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_positive
 from mambakit.blocks.family import Family, FusedStep, register
-from mambakit.blocks.modules import CausalConv1d, Linear, convolve_silu, init_dt_bias, is_plain, mark
+from mambakit.blocks.modules import CausalConv1d, Linear, RMSNorm, convolve_silu, init_dt_bias, is_plain, mark
 from mambakit.ops.activations import softplus
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, is_step, take_step
+from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
 
@@ -33,9 +34,16 @@ class Mamba1Config(BlockConfig):
     dt_init_floor: float = 1e-4
     conv_bias: bool = True
     bias: bool = False
+    dt_b_c_norm: bool = False
+    """RMS norms on what `x_proj` gives: dt before its projection, B and C."""
+    dt_b_c_norm_weight: bool = True
+    """Whether these norms have weights, as in Jamba; Falcon-Mamba has none."""
+    norm_eps: float = 1e-6
+    """Of these norms."""
 
     def __post_init__(self) -> None:
         check_positive(self, "d_model", "expand", "state_rank", "conv_kernel", "dt_min", "dt_init_floor", "d_inner")
+        check_positive(self, "norm_eps")
         if not self.dt_min <= self.dt_max:
             raise ValueError(f"dt_min = {self.dt_min} is above dt_max = {self.dt_max}")
         if self.dt_init not in ("random", "constant"):
@@ -76,6 +84,9 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         self.conv1d = CausalConv1d(i, i, config.conv_kernel, groups=i, bias=config.conv_bias, **made)
         self.x_proj = Linear(i, config.dt_width + 2 * r, bias=False, **made)
         self.dt_proj = Linear(config.dt_width, i, **made)
+        if config.dt_b_c_norm and config.dt_b_c_norm_weight:
+            self.dt_norm = RMSNorm(config.dt_width, config.norm_eps, **made)
+            self.B_norm, self.C_norm = (RMSNorm(r, config.norm_eps, **made) for _ in range(2))
         self.A_log = mark(nn.Parameter(torch.empty(i, r, **wide)))
         self.D = mark(nn.Parameter(torch.empty(i, **wide)))
         self.out_proj = Linear(i, config.d_model, bias=config.bias, **made)
@@ -86,6 +97,9 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         config = self.config
         for layer in (self.in_proj, self.conv1d, self.x_proj, self.out_proj):
             layer.reset_parameters()
+        if config.dt_b_c_norm and config.dt_b_c_norm_weight:
+            for norm in (self.dt_norm, self.B_norm, self.C_norm):
+                norm.reset_parameters()
         scale = config.dt_width**-0.5 * config.dt_scale
         if config.dt_init == "constant":
             nn.init.constant_(self.dt_proj.weight, scale)
@@ -138,7 +152,7 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         (x_bsi,), window_bik = convolve_silu(
             self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b
         )
-        dt_bsR, b_bsr, c_bsr = self.x_proj(x_bsi).split((self.config.dt_width, r, r), dim=-1)
+        dt_bsR, b_bsr, c_bsr = self.norm_dt_b_c(self.x_proj(x_bsi)).split((self.config.dt_width, r, r), dim=-1)
         dt_bsi = self.dt_proj(dt_bsR)
         if lengths_b is not None:
             dt_bsi = rows.hide_padding(softplus(dt_bsi), lengths_b)
@@ -157,6 +171,19 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         )
         return self.out_proj(y_bsi.to(z_bsi.dtype)), Mamba1Cache(window_bik, state_bir)
 
+    def norm_dt_b_c(self, dt_b_c_bsX: Tensor) -> Tensor:
+        """What `x_proj` returns, behind the norms on its three parts where there are any."""
+        config = self.config
+        if not config.dt_b_c_norm:
+            return dt_b_c_bsX
+        parts = dt_b_c_bsX.split((config.dt_width, config.state_rank, config.state_rank), dim=-1)
+        if config.dt_b_c_norm_weight:
+            norms = (self.dt_norm, self.B_norm, self.C_norm)
+            parts = [norm(part).to(part.dtype) for norm, part in zip(norms, parts, strict=True)]
+        else:
+            parts = [rms_norm(part, eps=config.norm_eps) for part in parts]
+        return torch.cat(parts, -1)
+
     def fused_step(self, projected_bsX: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache] | None:
         """What `run` returns for one token, by kernels; None where they do not apply."""
         if not is_plain(self.conv1d, CausalConv1d) or MAMBA1_STEP.offer(cache.ssm_bir, self.A_log, self.D) is None:
@@ -166,9 +193,9 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         if convolved is None:
             return None
         x_bi, window_bik = convolved
-        dt_b_c_bX = self.x_proj(x_bi[:, None])
-        dt_bsi = self.dt_proj(dt_b_c_bX[..., : self.config.dt_width])
-        scanned = take_step(MAMBA1_STEP, (projected_bX, x_bi, dt_bsi[:, 0], dt_b_c_bX[:, 0], cache.ssm_bir), fields)
+        dt_b_c_bsX = self.norm_dt_b_c(self.x_proj(x_bi[:, None]))
+        dt_bsi = self.dt_proj(dt_b_c_bsX[..., : self.config.dt_width])
+        scanned = take_step(MAMBA1_STEP, (projected_bX, x_bi, dt_bsi[:, 0], dt_b_c_bsX[:, 0], cache.ssm_bir), fields)
         if scanned is None:
             return None
         y_bi, state_bir = scanned
@@ -180,6 +207,16 @@ def step_fields(block: Mamba1) -> dict[str, Tensor | float | None]:
     return {
         **{"channels": config.d_inner, "r": config.state_rank, "k": config.conv_kernel},
         **{"conv_weight": conv.weight, "conv_bias": conv.bias, "A_log": block.A_log, "D": block.D},
+    }
+
+
+def norm_fields(block: Mamba1) -> dict[str, Any]:
+    """Of the norms on dt, B and C."""
+    config, names = block.config, ("dt_norm", "B_norm", "C_norm")
+    weighted = config.dt_b_c_norm and config.dt_b_c_norm_weight
+    return {
+        **{name: getattr(block, name).weight if weighted else None for name in names},
+        **{"dt_b_c_norm": config.dt_b_c_norm, "norm_eps": block.dt_norm.eps if weighted else config.norm_eps},
     }
 
 
@@ -196,9 +233,9 @@ FAMILY = register(
         resolved={"dt_rank": "dt_width"},
         example={"d_model": 24, "state_rank": 5},
         step=FusedStep(
-            operation=MAMBA1_STEP,
-            fields=step_fields,
+            fields=lambda block: {**step_fields(block), **norm_fields(block)},
             prepared=lambda block: {"A": -torch.exp(block.A_log.detach())},
+            projections=("in_proj", "x_proj", "dt_proj", "out_proj"),
             places={"conv_bik": "window", "ssm_bir": "state"},
             why_not=lambda block: None if type(block.dt_proj) is Linear else "has a quantized dt_proj",
         ),

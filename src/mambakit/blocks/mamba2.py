@@ -23,14 +23,20 @@ from mambakit.blocks.modules import (
 from mambakit.ops.activations import step_size
 from mambakit.ops.fused_step import MAMBA2_STEP, is_step, take_step
 from mambakit.ops.norm import finish
+from mambakit.ops.shapes import cast
 from mambakit.ops.ssd import learned_start, scan
 from mambakit.ops.ssd_path import SsdPath
+
+PARTS = ("z", "x", "B", "C", "dt")
+"""Of `in_proj`'s output, in the order of `ssm_multipliers`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Config(BlockConfig):
     d_model: int
     expand: float = 2
+    d_inner: int | None = None
+    """How many inner channels there are (None: `expand * d_model`)."""
     state_rank: int = 128
     per_head_dim: int = 64
     ngroups: int = 1
@@ -53,27 +59,35 @@ class Mamba2Config(BlockConfig):
     conv_bias: bool = True
     bias: bool = False
     learnable_init_states: bool = False
+    ssm_multipliers: tuple[float, float, float, float, float] | None = None
+    """What z, x, B, C and dt, as `in_proj` gives them, are multiplied by (None: nothing). Not channels beyond d_ssm."""
 
     def __post_init__(self) -> None:
-        sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "conv_kernel", "d_inner", "ssm_width")
-        check_positive(self, *sizes, "norm_width", "norm_eps", "dt_min", "dt_init_floor")
-        if self.ssm_width > self.d_inner:
-            raise ValueError(f"d_ssm = {self.d_ssm} is above d_inner = {self.d_inner}")
+        sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "conv_kernel")
+        check_positive(self, *sizes)
+        if not self.inner_width > 0:
+            raise ValueError(f"d_inner = {self.inner_width} has to be positive")
+        check_positive(self, "ssm_width", "norm_width", "norm_eps", "dt_min", "dt_init_floor")
+        if self.ssm_width > self.inner_width:
+            raise ValueError(f"d_ssm = {self.d_ssm} is above d_inner = {self.inner_width}")
         check_divides("per_head_dim", self.per_head_dim, "d_inner" if self.d_ssm is None else "d_ssm", self.ssm_width)
         check_divides("ngroups", self.ngroups, "nheads", self.nheads)
         check_divides("norm_group_size", self.norm_width, "d_ssm", self.ssm_width)
+        if len(self.multipliers) != 5 or not all(map(math.isfinite, self.multipliers)):
+            raise ValueError(f"ssm_multipliers = {self.multipliers} have to be five numbers, for z, x, B, C and dt")
         check_range("A_init_range", self.A_init_range, positive=True)
         check_range("dt_limit", self.dt_limit)
         check_range("(dt_min, dt_max)", (self.dt_min, self.dt_max), positive=True)
 
     @property
-    def d_inner(self) -> int:
-        return int(self.expand * self.d_model)
+    def inner_width(self) -> int:
+        """`d_inner` as a number."""
+        return int(self.expand * self.d_model) if self.d_inner is None else self.d_inner
 
     @property
     def ssm_width(self) -> int:
         """`d_ssm` as a number."""
-        return self.d_inner if self.d_ssm is None else self.d_ssm
+        return self.inner_width if self.d_ssm is None else self.d_ssm
 
     @property
     def nheads(self) -> int:
@@ -87,6 +101,11 @@ class Mamba2Config(BlockConfig):
     def norm_width(self) -> int:
         """`norm_group_size` as a number."""
         return self.norm_group_size or self.ssm_width // self.ngroups
+
+    @property
+    def multipliers(self) -> tuple[float, ...]:
+        """`ssm_multipliers` as numbers."""
+        return (1.0,) * 5 if self.ssm_multipliers is None else self.ssm_multipliers
 
 
 class Mamba2Cache(NamedTuple):
@@ -109,7 +128,7 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         wide = {"device": device, "dtype": torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)}
         h, p, v = config.nheads, config.per_head_dim, config.conv_dim
         groups = 2 * config.ngroups * config.state_rank
-        self.in_proj = Linear(config.d_model, 2 * config.d_inner + groups + h, bias=config.bias, **made)
+        self.in_proj = Linear(config.d_model, 2 * config.inner_width + groups + h, bias=config.bias, **made)
         self.conv1d = CausalConv1d(v, v, config.conv_kernel, groups=v, bias=config.conv_bias, **made)
         self.dt_bias = mark(nn.Parameter(torch.empty(h, **wide)), keep_init=True)
         self.A_log = mark(nn.Parameter(torch.empty(h, **wide)))
@@ -117,7 +136,7 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         if config.rmsnorm:
             norm = (config.norm_width, config.norm_before_gate, config.norm_eps)
             self.norm = GatedRMSNorm(config.ssm_width, *norm, **made)
-        self.out_proj = Linear(config.d_inner, config.d_model, bias=config.bias, **made)
+        self.out_proj = Linear(config.inner_width, config.d_model, bias=config.bias, **made)
         if config.learnable_init_states:
             self.init_states = mark(nn.Parameter(torch.empty(h, p, config.state_rank, **wide)))
         self.reset_parameters()
@@ -144,7 +163,7 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
     def independent_maps(self) -> dict[str, dict[str, int]]:
         """The maps that each projection stacks, with their rows in order."""
         config = self.config
-        width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
+        width, mlp, gr = config.ssm_width, config.inner_width - config.ssm_width, config.ngroups * config.state_rank
         return {
             "in_proj": {"z0": mlp, "x0": mlp, "z": width, "x": width, "B": gr, "C": gr, "dt": config.nheads},
             "out_proj": {"y": config.d_model},
@@ -174,8 +193,8 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba2Cache]:
         config = self.config
-        width, mlp, gr = config.ssm_width, config.d_inner - config.ssm_width, config.ngroups * config.state_rank
-        projected_bsX = self.in_proj(x_bsd)
+        width, mlp, gr = config.ssm_width, config.inner_width - config.ssm_width, config.ngroups * config.state_rank
+        projected_bsX = self.multiply(self.in_proj(x_bsd))
         if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
             fused = self.fused_step(projected_bsX, cache)
             if fused is not None:
@@ -202,6 +221,17 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         if mlp:
             y_bsi = torch.cat([F.silu(z_mlp) * x_mlp, y_bsi], -1)
         return self.out_proj(y_bsi), Mamba2Cache(window_bvk, state_bhpr)
+
+    def multiply(self, projected_bsX: Tensor) -> Tensor:
+        """What `in_proj` returns, times the multipliers of its parts."""
+        if set(self.config.multipliers) == {1}:
+            return projected_bsX
+        factors = {**dict.fromkeys(("z0", "x0"), 1.0), **dict(zip(PARTS, self.config.multipliers, strict=True))}
+        widths = self.independent_maps["in_proj"]
+        # As exact as numbers: a narrow dtype rounds the product, not the factor.
+        wide = torch.promote_types(projected_bsX.dtype, torch.float32)
+        factors_X = torch.cat([projected_bsX.new_full((n,), factors[name], dtype=wide) for name, n in widths.items()])
+        return cast(projected_bsX * factors_X, projected_bsX.dtype)
 
     def fused_step(self, projected_bsX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache] | None:
         """What `run` returns for one token, by a kernel; None where none applies."""
@@ -236,7 +266,7 @@ def step_fields(block: Mamba2) -> dict[str, Tensor | float | None]:
     norm = block.norm if config.rmsnorm else None
     return {
         **{"heads": config.nheads, "p": config.per_head_dim, "r": config.state_rank, "groups": config.ngroups},
-        **{"k": config.conv_kernel, "mlp": config.d_inner - config.ssm_width},
+        **{"k": config.conv_kernel, "mlp": config.inner_width - config.ssm_width},
         **{"conv_weight": conv.weight, "conv_bias": conv.bias},
         **{"dt_bias": block.dt_bias, "A_log": block.A_log, "D": block.D},
         "norm_weight": None if norm is None else norm.weight,
@@ -254,14 +284,24 @@ FAMILY = register(
         title="Mamba-2",
         block=Mamba2,
         sizes={
-            "d_inner": ("out_proj.weight", 1, "d_inner"),
+            "d_inner": ("out_proj.weight", 1, "inner_width"),
             "nheads": ("dt_bias", 0, "nheads"),
             "conv_dim": ("conv1d.weight", 0, "conv_dim"),
         },
-        resolved={"d_ssm": "ssm_width", "norm_group_size": "norm_width"},
+        resolved={
+            **{"d_inner": "inner_width", "d_ssm": "ssm_width", "norm_group_size": "norm_width"},
+            "ssm_multipliers": "multipliers",
+        },
         flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.ngroups),
         at_hand={"state_rank": 64},
         example={"d_model": 24, "state_rank": 10, "per_head_dim": 12, "ngroups": 2},
-        step=FusedStep(operation=MAMBA2_STEP, fields=step_fields, places={"conv_bvk": "window", "ssm_bhpr": "state"}),
+        step=FusedStep(
+            fields=lambda block: {
+                **step_fields(block),
+                **{f"{part}_scale": by for part, by in zip(PARTS, block.config.multipliers, strict=True)},
+            },
+            projections=("in_proj", "out_proj"),
+            places={"conv_bvk": "window", "ssm_bhpr": "state"},
+        ),
     )
 )

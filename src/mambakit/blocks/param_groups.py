@@ -28,7 +28,8 @@ def param_groups(
     """Every trainable parameter of `module` in exactly one group, ready for `torch.optim`.
 
     A group says with `"optimizer"` what it is meant for: `"adamw"` or, with `muon=True`, `"muon"`. Nothing but matrices
-    decays, and of these no biases, norms or parameters flagged `_no_weight_decay`.
+    decays, also those that a block stacks along a first axis and names in `stacked_maps`, and of these no biases, norms
+    or parameters flagged `_no_weight_decay`.
 
     With `muon=True` the projections that a block names in `independent_maps` are split into their maps. Those of a
     fused weight are leaves that share its memory and receive its gradient, while its own `grad` is None after a
@@ -87,7 +88,8 @@ def _decays(owner: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     # A copy of a module loses its parameters' flags; A_log is the one matrix that would then decay.
     flagged = getattr(parameter, "_no_weight_decay", False) or name == "A_log"
     is_norm = "norm" in type(owner).__name__.lower()
-    return parameter.dim() == 2 and not (flagged or is_norm or name.endswith("bias"))
+    axes = 3 if name in getattr(owner, "stacked_maps", ()) else 2
+    return parameter.dim() == axes and not (flagged or is_norm or name.endswith("bias"))
 
 
 def _projections(module: nn.Module) -> dict[nn.Parameter, dict[str, int]]:

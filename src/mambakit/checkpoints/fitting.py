@@ -1,12 +1,15 @@
 """Named tensors and the model they belong to: whether they fit, and putting them in."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mambakit.blocks.family import family_of
+from mambakit.checkpoints.names import Renamed, Rule, renamed
 from mambakit.models.language_model import LanguageModel, ModelConfig
 
 EMBEDDING = "backbone.embedding.weight"
@@ -24,11 +27,13 @@ def with_embedding_called(name: str, tensors: dict[str, Tensor]) -> dict[str, Te
     return {name if key in EMBEDDINGS else key: tensor for key, tensor in tensors.items()}
 
 
-def empty_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> LanguageModel:
+def empty_model(
+    config: ModelConfig, tensors: Mapping[str, Tensor], embedding: str, dtype: torch.dtype | None
+) -> LanguageModel:
     """A model without memory, in `dtype` or that of the stored projections."""
     _check_counts(config, tensors)
     if dtype is None:
-        projections = (MIXER + "in_proj.weight", EMBEDDING)
+        projections = (MIXER + "in_proj.weight", embedding)
         dtype = next((tensors[name].dtype for name in projections if name in tensors), torch.float32)
     try:
         return LanguageModel(config, device="meta", dtype=dtype)
@@ -36,7 +41,7 @@ def empty_model(config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dt
         raise ValueError(f"no such model can be built: {str(error).splitlines()[0]}") from error
 
 
-def _check_counts(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+def _check_counts(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Even a model without memory is built one by one in some respects: these are held to the weights before."""
     # A layer has some tensor at least.
     if config.n_layer > len(tensors):
@@ -47,17 +52,31 @@ def _check_counts(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
         gates = len(config.order) if gate.per_virtual_layer else config.n_layer
         if gates > len(tensors) or gate.n_streams > longest:
             raise ValueError(f"the weights have no {gates} gates with n_streams = {gate.n_streams}")
-    values = {**asdict(config.block), "vocab_size": config.vocab_size, "d_intermediate": config.d_intermediate}
-    large = {name: value for name, value in values.items() if type(value) is int and value > max(longest, PLAUSIBLE)}
+    values = {"vocab_size": config.vocab_size, "d_intermediate": config.d_intermediate}
+    blocks = [asdict(block) for block in dict.fromkeys(block for blocks in config.blocks for block in blocks)]
+    large = {
+        name: value
+        for part in (values, *blocks)
+        for name, value in _numbers(part)
+        if type(value) is int and value > max(longest, PLAUSIBLE)
+    }
     if large:
         told = ", ".join(f"{name} = {value}" for name, value in large.items())
         raise ValueError(f"the config has {told}, but no tensor has an axis above {longest}")
 
 
-def check_tensors(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
+def _numbers(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Those of a config and of the configs inside it."""
+    inside = [item for value in values.values() if isinstance(value, dict) for item in _numbers(value)]
+    return [*values.items(), *inside]
+
+
+def check_tensors(
+    model: LanguageModel, tensors: Mapping[str, Tensor], found: Sequence[Rule], embedding: str = EMBEDDING
+) -> None:
     """ValueError lists every tensor that is missing, left over or misshapen, or says that a tied head is none."""
     tied = model.config.tie_embeddings
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    wanted = {name: tensor.shape for name, tensor in renamed(model.state_dict(), found).items()}
     missing = sorted(wanted.keys() - tensors.keys() - ({HEAD} if tied else set()))
     left_over = sorted(tensors.keys() - wanted.keys())
     misshapen = [
@@ -70,8 +89,8 @@ def check_tensors(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
     problems += misshapen
     if problems:
         problems += [str(size) for size in sizes(model.config, tensors) if size.stored != size.configured]
-    elif tied and HEAD in tensors and not _same(tensors[HEAD], tensors[EMBEDDING]):
-        problems.append(f"the head is tied, but {HEAD} differs from {EMBEDDING}")
+    elif tied and HEAD in tensors and not _same(tensors[HEAD], tensors[embedding]):
+        problems.append(f"the head is tied, but {HEAD} differs from {embedding}")
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -88,11 +107,13 @@ class Size:
         return f"the tensors have {self.name} = {self.stored}, the config gives {self.configured}"
 
 
-def sizes(config: ModelConfig, tensors: dict[str, Tensor]) -> list[Size]:
-    """Those of the sizes that can be told from the tensors there are."""
+def sizes(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Size]:
+    """Those of the sizes that can be told from the tensors there are, under our names."""
+    if config.layers is not None:
+        return []  # the shapes say it all
     layers = {name.split(".")[2] for name in tensors if name.startswith("backbone.layers.")}
     found = [Size("n_layer", len(layers), config.n_layer)]
-    block = config.block
+    block: Any = config.block
 
     def add(name: str, key: str, axis: int, configured: int) -> None:
         if key in tensors and tensors[key].dim() > axis:
@@ -107,7 +128,7 @@ def sizes(config: ModelConfig, tensors: dict[str, Tensor]) -> list[Size]:
     return found
 
 
-def warn_about_casts(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
+def warn_about_casts(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
     """The model has one dtype, that of its projections; say so where it holds less than what is stored."""
     narrowed = [
         f"{name} ({tensors[name].dtype})"
@@ -124,18 +145,21 @@ def warn_about_casts(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def fill(model: LanguageModel, tensors: dict[str, Tensor], device: torch.device | str | None) -> None:
-    """Give every parameter of an empty model its values; parameters that are one stay one."""
+def fill(model: LanguageModel, tensors: Renamed, device: torch.device | str | None) -> None:
+    """Give every parameter of an empty model its values, which it takes; parameters that are one stay one."""
     device = torch.get_default_device() if device is None else device
     full: dict[nn.Parameter, nn.Parameter] = {}
     for name, empty in list(model.named_parameters(remove_duplicate=False)):
         if empty not in full:
             # Copied, since the tensors are parts of the mapped files.
-            values = tensors[name].to(device, empty.dtype, copy=True, memory_format=torch.contiguous_format)
+            values = tensors.take(name).to(device, empty.dtype, copy=True, memory_format=torch.contiguous_format)
             full[empty] = nn.Parameter(values, requires_grad=empty.requires_grad)
             vars(full[empty]).update(vars(empty))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, full[empty])
+    for name, empty in list(model.named_buffers()):
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, tensors.take(name).to(device, empty.dtype, copy=True))
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from mambakit.checkpoints import gguf
 from mambakit.checkpoints.files import CONFIG, DTYPES, find_directory, read_tensors
 from mambakit.checkpoints.fitting import (
     EMBEDDING,
@@ -16,6 +17,8 @@ from mambakit.checkpoints.fitting import (
     with_embedding_called,
 )
 from mambakit.checkpoints.formats import FORMATS, read_config, with_choices, write_config
+from mambakit.checkpoints.hub import HUB
+from mambakit.checkpoints.names import Names, Renamed, renamed, rules
 from mambakit.checkpoints.writing import replacing, write_json, write_tensors
 from mambakit.models.language_model import LanguageModel
 
@@ -29,28 +32,39 @@ def load_model(
     device: torch.device | str | None = None,
     a_activation: str | None = None,
     norm_group_size: int | None = None,
+    dt_limit: tuple[float, float] | None = None,
 ) -> LanguageModel:
-    """The model in a directory, or on the hub under a name like `owner/model`; see docs/checkpoints.md.
+    """The model in a directory or a GGUF file, or on the hub under a name like `owner/model`; see docs/checkpoints.md.
 
-    Parameters get the dtype they have in a model of `dtype`, by default that of the stored projections: decays and
-    other parameters that a half-precision model keeps in float32 are float32. `a_activation` ("heavy_tail" or
-    "softplus") says what official Mamba-3 checkpoints do not, `norm_group_size` what Mamba-2 ones of transformers do
-    not. Whatever does not fit raises ValueError, and no code from the files is run.
+    Parameters get the dtype they have in a model of `dtype`, by default that of the stored projections, for GGUF
+    float32: decays and other parameters that a half-precision model keeps in float32 are float32. `a_activation`
+    ("heavy_tail" or "softplus") says what official Mamba-3 checkpoints do not, `norm_group_size` what Mamba-2 ones of
+    transformers do not, `dt_limit` what Nemotron's do not. Whatever does not fit raises ValueError, and no code from
+    the files is run.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype} is not one of {', '.join(map(str, DTYPES))}")
-    directory = find_directory(path_or_hub_name)
-    name, config = read_config(directory / CONFIG)
-    config = with_choices(config, name, a_activation=a_activation, norm_group_size=norm_group_size)
-    tensors = with_embedding_called(EMBEDDING, read_tensors(directory))
+    if gguf.is_file(path_or_hub_name):
+        place, name, described = Path(path_or_hub_name), "gguf", "metadata"
+        found, tensors = gguf.read(place)
+        # Types are mixed in these files, and none of them is the model's.
+        dtype = dtype or torch.float32
+    else:
+        place, described = find_directory(path_or_hub_name), CONFIG
+        name, found = read_config(place / CONFIG)
+        tensors = with_embedding_called(found.names.embedding, read_tensors(place))
+    config = with_choices(name, found, a_activation=a_activation, norm_group_size=norm_group_size, dt_limit=dt_limit)
+    embedding = found.names.embedding
     try:
-        model = empty_model(config, tensors, dtype)
-        check_tensors(model, tensors)
+        model = empty_model(config, tensors, embedding, dtype)
+        table = list(rules(model, found.names))
+        check_tensors(model, tensors, table, embedding)
     except ValueError as error:
-        raise ValueError(f"the weights in {directory} do not fit its {CONFIG}: {error}") from error
+        raise ValueError(f"the weights in {place} do not fit its {described}: {error}") from error
+    ours = Renamed(tensors, table)
     if dtype is None:
-        warn_about_casts(model, tensors)
-    fill(model, tensors, device)
+        warn_about_casts(model, ours)
+    fill(model, ours, device)
     return model
 
 
@@ -67,23 +81,25 @@ def save_model(
     the new ones. Weights are divided into files of at most `max_shard_bytes`: by default 5 GB, and without limit for
     "official", whose package reads one file only. A model that the format cannot express raises ValueError.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format = {format!r} is unknown; choose from {', '.join(FORMATS)}")
+    if format not in FORMATS and format not in HUB:
+        raise ValueError(f"format = {format!r} is unknown; choose from {', '.join((*FORMATS, *HUB))}")
     if not isinstance(model, LanguageModel):
         raise ValueError(f"save_model takes a LanguageModel, got a {type(model).__name__}")
     if max_shard_bytes is None:
         max_shard_bytes = None if format == "official" else MAX_SHARD_BYTES
     elif max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes} has to be positive")
-    values = write_config(model.config, format)
+    written = write_config(model.config, format)
     tensors = model.state_dict()
-    check_tensors(empty_model(model.config, tensors, None), tensors)
-    if model.config.tie_embeddings and not FORMATS[format].stores_tied_head:
+    empty = empty_model(model.config, tensors, EMBEDDING, None)
+    check_tensors(empty, tensors, list(rules(empty, Names())))
+    kind = FORMATS.get(format, FORMATS["transformers"])
+    if model.config.tie_embeddings and not kind.stores_tied_head:
         del tensors[HEAD]
-    tensors = with_embedding_called(FORMATS[format].embedding, tensors)
+    tensors = renamed(tensors, list(rules(empty, written.names)))
     with replacing(Path(directory), _is_checkpoint) as fresh:
-        write_tensors(fresh, tensors, FORMATS[format].weights, max_shard_bytes)
-        write_json(fresh / CONFIG, values)
+        write_tensors(fresh, tensors, kind.weights, max_shard_bytes)
+        write_json(fresh / CONFIG, written.values)
 
 
 def _is_checkpoint(directory: Path) -> bool:

@@ -73,15 +73,16 @@ def read(values: dict[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """As the official package writes it, and of the block only what is not at its default."""
-    family = family_of(config.block).name
-    defaults = {field.name: field.default for field in fields(config.block)}
-    block = {name: getattr(config.block, ours) for name, ours in BLOCK[family].items()}
+    own: Any = config.block
+    family = family_of(own).name
+    defaults = {field.name: field.default for field in fields(own)}
+    block = {name: getattr(own, ours) for name, ours in BLOCK[family].items()}
     if family == "mamba2":
         # The official block takes no other; a fraction does not come back and is refused.
         block["expand"] = int(block["expand"])
     changed = {name: value for name, value in block.items() if value != defaults[BLOCK[family][name]]}
     return {
-        "d_model": config.block.d_model,
+        "d_model": config.d_model,
         **{name: getattr(config, ours) for name, ours in MODEL.items()},
         "ssm_cfg": {"layer": next(layer for layer, ours in LAYERS.items() if ours == family), **changed},
         "attn_layer_idx": [],

@@ -66,9 +66,9 @@ IGNORED_IN = {"mamba1": set(), "mamba2": {"time_step_rank", "time_step_scale", "
 
 IMPLIED: dict[str, Callable[[Any], Any]] = {
     "hidden_act": lambda config: "silu",
-    "intermediate_size": lambda config: config.block.d_inner,
+    "intermediate_size": lambda config: inner_width(config.block),
     # Left over from official files.
-    "d_inner": lambda config: config.block.d_inner,
+    "d_inner": lambda config: inner_width(config.block),
     "d_model": lambda config: config.block.d_model,
     "n_layer": lambda config: config.n_layer,
     "rms_norm": lambda config: True,
@@ -81,11 +81,13 @@ IMPLIED_IN: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 
 
+def inner_width(block: Any) -> int:
+    return block.inner_width if hasattr(block, "inner_width") else block.d_inner
+
+
 def read(values: dict[str, Any]) -> ModelConfig:
     """The gated norm of Mamba-2 is taken per group, as in the official code."""
     model_type = values["model_type"]
-    if not isinstance(model_type, str) or model_type not in FAMILY:
-        raise ValueError(f"model_type = {shown(model_type)} is not supported, expected {' or '.join(FAMILY)}")
     family = FAMILY[model_type]
     implied = IMPLIED_IN[family]
     values = {name: value for name, value in values.items() if name not in IGNORED | IGNORED_IN[family]}

@@ -49,7 +49,7 @@ class Lines:
             self._shown = now
             self._say(
                 f"step {step.number}/{self._settings.steps}  loss {step.loss:.3f}  "
-                f"{step.loss * self._bits:.3f} bits/byte  {rate:,.0f} tokens/s  {minutes(left)} left"
+                f"{step.loss * self._bits:.3f} bits/byte{balanced(step)}  {rate:,.0f} tokens/s  {minutes(left)} left"
             )
 
     def evaluation(self, step: int, bits_per_byte: float) -> None:
@@ -83,7 +83,7 @@ class Bar:
     def step(self, step: Step) -> None:
         rate, left = self._pace.step(step.number)
         figures = (
-            f"loss {step.loss:.3f}  {step.loss * self._bits:.3f} bits/byte{self._held_out}  "
+            f"loss {step.loss:.3f}  {step.loss * self._bits:.3f} bits/byte{self._held_out}{balanced(step)}  "
             f"{rate:,.0f} tokens/s  {minutes(left)} left"
         )
         self._progress.update(self._task, completed=step.number, figures=figures)
@@ -115,6 +115,8 @@ class TensorBoard:
         self._writer.add_scalar("train/bits_per_byte", step.loss * self._bits, step.number)
         self._writer.add_scalar("train/lr", step.lr, step.number)
         self._writer.add_scalar("train/gradient_norm", step.norm, step.number)
+        if step.balance is not None:
+            self._writer.add_scalar("train/balance", step.balance, step.number)
 
     def evaluation(self, step: int, bits_per_byte: float) -> None:
         self._writer.add_scalar("held_out/bits_per_byte", bits_per_byte, step)
@@ -160,6 +162,11 @@ def progress(settings: TrainSettings, bits_per_nat: float) -> Lines | Bar:
         except ImportError:
             pass
     return Lines(settings, bits_per_nat)
+
+
+def balanced(step: Step) -> str:
+    """How evenly experts are used, where there are some: 1 is evenly."""
+    return "" if step.balance is None else f"  balance {step.balance:.2f}"
 
 
 def minutes(seconds: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from mambakit.blocks.family import FAMILIES
 from mambakit.checkpoints.files import read_json
 from mambakit.checkpoints.writing import sync
+from mambakit.cli.layers import NAMES
 from mambakit.training.lock import LOCK
 from mambakit.training.settings import BOUNDARIES, FREE, OPTIMIZERS, SCHEDULES
 
@@ -28,11 +29,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "held_out": {"default": 0.05, "type": float, "help": "share of the text to evaluate on"},
     "family": {"default": "mamba3", "choices": FAMILIES, "help": "which block"},
     "d_model": {"default": 256, "type": int, "help": "width"},
-    "layers": {"default": 4, "type": int, "help": "number of blocks"},
+    "layers": {"default": "4", "help": f'number of blocks, or a pattern like "3*M2 A" of {", ".join(NAMES)}'},
     "state_rank": {"default": None, "type": int, "help": "state entries per channel; default: the family's"},
     "head_dim": {"default": 64, "type": int, "help": "channels per head, in families that have heads"},
     "mimo_rank": {"default": 1, "type": int, "help": "writes and reads per token, in families that can have several"},
-    "mlp": {"default": 0, "type": int, "help": "hidden width of an MLP after each block"},
+    "mlp": {"default": 0, "type": int, "help": "hidden width of an MLP after each block, and of F and E in a pattern"},
+    "heads": {"default": None, "type": int, "help": "of attention; default: d_model / head_dim"},
+    "window": {"default": None, "type": int, "help": "tokens that attention looks back on; default: seq_len"},
+    "experts": {"default": 8, "type": int, "help": "in a mixture of experts, each token going to two"},
+    "balance": {"default": 0.01, "type": float, "help": "share of the loss that keeps experts in use"},
+    "checkpoint_layers": {"default": False, "action": "store_true", "help": "compute layers again instead of keeping"},
     "steps": {"default": 1000, "type": int, "help": "steps of the optimizer"},
     "batch": {"default": 8, "type": int, "help": "rows per step, over all processes"},
     "seq_len": {"default": 512, "type": int, "help": "tokens of a row that gradients reach back through"},
@@ -106,6 +112,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _fits(name: str, value: Any) -> bool:
     if name == "data":
         return isinstance(value, list) and all(isinstance(path, str) for path in value)
+    if name == "layers":
+        return type(value) in (int, str)  # a number in runs from before there were patterns
     if name == "text":
         return isinstance(value, str)
     option = OPTIONS.get(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mambakit.blocks.family import FAMILIES
+from mambakit.cli.layers import model_config
 from mambakit.cli.progress import All, TensorBoard, progress
 from mambakit.cli.run_options import (
     CHANGEABLE,
@@ -23,7 +23,7 @@ from mambakit.cli.run_options import (
     with_defaults,
     write_options,
 )
-from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.models.language_model import LanguageModel
 from mambakit.text.documents import Document, hold_out, read_documents, standard_library
 from mambakit.text.tokens import Bytes, TokenizerFile
 from mambakit.training.batches import Rows, encode
@@ -107,6 +107,7 @@ def start(options: dict[str, Any], out: Path, ranks: Ranks, noted: Sequence[str]
     bytes_of = [len(content) for _, content in held_out]
     torch.manual_seed(settings.seed)
     model = LanguageModel(model_config(options, tokens.vocab_size))
+    model.backbone.checkpoint_layers = options["checkpoint_layers"]
     trainer = Trainer(model, settings, rows, HeldOut(encode(held_out, tokens), bytes_of), ranks)
     bits_per_nat = rows.tokens / sum(len(content) for _, content in for_training) / math.log(2)
     watches: list[Any] = []
@@ -125,17 +126,6 @@ def start(options: dict[str, Any], out: Path, ranks: Ranks, noted: Sequence[str]
 
 def library() -> tuple[list[Document], list[str]]:
     return standard_library(), ["no data given: training on the sources of Python's standard library"]
-
-
-def model_config(options: Mapping[str, Any], vocab_size: int) -> ModelConfig:
-    family, ranks = FAMILIES[options["family"]], options["mimo_rank"]
-    if ranks != 1 and not family.has("mimo_rank"):
-        able = [name for name, other in FAMILIES.items() if other.has("mimo_rank")]
-        raise ValueError(f"--mimo-rank is for {' and '.join(able)}, and --family is {family.name}")
-    sizes = {name: options[name] for name in ("d_model", "state_rank", "mimo_rank")}
-    given = {**sizes, "per_head_dim": options["head_dim"], "is_mimo": ranks > 1}
-    block = family.configure(family.at_hand, given)
-    return ModelConfig(block=block, n_layer=options["layers"], vocab_size=vocab_size, d_intermediate=options["mlp"])
 
 
 def check_same_text(options: dict[str, Any], documents: Sequence[Document]) -> None:

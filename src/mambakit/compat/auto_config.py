@@ -35,7 +35,7 @@ class MambakitConfig(PreTrainedConfig):
 
     @property
     def model_config(self) -> ModelConfig:
-        return read_own({"format": self.format, "version": self.version, "model": self.model})
+        return read_own({"format": self.format, "version": self.version, "model": self.model}).config
 
     @property
     def vocab_size(self) -> int:
@@ -43,7 +43,7 @@ class MambakitConfig(PreTrainedConfig):
 
     @property
     def hidden_size(self) -> int:
-        return self.model["block"]["d_model"]
+        return self.model_config.d_model
 
     @property
     def num_hidden_layers(self) -> int:
@@ -54,7 +54,7 @@ class MambakitConfig(PreTrainedConfig):
         return self.model_config.tie_embeddings
 
     def to_dict(self) -> dict[str, Any]:
-        return write_own(self.model_config)
+        return write_own(self.model_config).values
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()

@@ -35,26 +35,38 @@ class WithState(nn.Module):
 
 def flat(cache: Any) -> list[Tensor]:
     """The tensors of a cache in the order of `state_names`."""
-    return [part for block in cache for part in block if isinstance(part, Tensor)]
+    return [tensor for _, tensor in named(cache, "")]
+
+
+def named(cache: Any, name: str) -> list[tuple[str, Tensor]]:
+    """The tensors of a cache with the way to each, of field names and numbers."""
+    if isinstance(cache, Tensor):
+        return [(name, cache)]
+    if not isinstance(cache, tuple):
+        return []
+    labels = getattr(cache, "_fields", range(len(cache)))
+    return [found for label, part in zip(labels, cache, strict=True) for found in named(part, f"{name}_{label}")]
 
 
 def filled(outline: Any, state: tuple[Tensor, ...]) -> Any:
     """A cache of `outline`'s structure and settings with these tensors; the opposite of `flat`."""
     tensors = iter(state)
-    return tuple(
-        type(block)(*(next(tensors) if isinstance(part, Tensor) else part for part in block)) for block in outline
-    )
+
+    def fill(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return next(tensors)
+        if not isinstance(part, tuple):
+            return part
+        parts = [fill(inner) for inner in part]
+        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+
+    return fill(outline)
 
 
 def state_names(model: LanguageModel) -> list[str]:
     """`layer0_ssm_bhpr` and so on: the letters are the axes, the first is the batch."""
     check_exportable(model)
-    return [
-        f"layer{i}_{name}"
-        for i, block in enumerate(model.fresh_cache(1))
-        for name, part in zip(block._fields, block, strict=True)
-        if isinstance(part, Tensor)
-    ]
+    return [name for i, one in enumerate(model.fresh_cache(1)) for name, _ in named(one, f"layer{i}")]
 
 
 def fresh_state(model: LanguageModel, batch: int) -> list[Tensor]:
@@ -66,7 +78,7 @@ def fresh_state(model: LanguageModel, batch: int) -> list[Tensor]:
 def check_exportable(model: LanguageModel) -> None:
     if not isinstance(model, LanguageModel):
         raise ValueError(f"only a LanguageModel can be exported this way, got {type(model).__name__}")
-    if not all(hasattr(block, "_fields") for block in model.fresh_cache(1)) or hasattr(model.fresh_cache(1), "_fields"):
+    if hasattr(model.fresh_cache(1), "_fields"):
         raise ValueError("models with class latents carry cursors besides their state; export a model without them")
 
 

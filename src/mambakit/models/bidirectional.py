@@ -85,14 +85,14 @@ class BidirectionalStack(nn.Module):
         self.residual = Residual(config, self.pairs, count, **made)
         self.merges = None
         if config.merge == "cat_linear":
-            self.merges = nn.ModuleList(CatLinear(config.block.d_model, **made) for _ in range(count))
+            self.merges = nn.ModuleList(CatLinear(config.d_model, **made) for _ in range(count))
         self.stack_latents = None
         if config.stack_latents:
-            self.stack_latents = ClassTokens(config.stack_latents, config.block.d_model, **made)
+            self.stack_latents = ClassTokens(config.stack_latents, config.d_model, **made)
 
     @property
     def d_model(self) -> int:
-        return self.config.block.d_model
+        return self.config.d_model
 
     def fresh_cache(self, batch: int) -> StackCache:
         """Two slots per pair: what the straight direction starts from, and the reverse one, at the end."""

@@ -22,10 +22,13 @@ class ModelConfig(StackConfig):
     pad_vocab_size_multiple: int = 8
     """The embedding has a multiple of this many rows; ids at or above `vocab_size` are never used."""
     tie_embeddings: bool = True
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by before the first layer."""
+    logits_scale: float = 1.0
 
     def __post_init__(self) -> None:
         StackConfig.__post_init__(self)
-        check_positive(self, "vocab_size", "pad_vocab_size_multiple")
+        check_positive(self, "vocab_size", "pad_vocab_size_multiple", "embedding_scale", "logits_scale")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -38,8 +41,8 @@ class Backbone(Stack):
 
     def __init__(self, config: ModelConfig, **made: Any):
         super().__init__(config, **made)
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.block.d_model, **made)
-        self.norm_f = make_norm(config.block.d_model, config.rms_norm, config.norm_eps, **made)
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **made)
+        self.norm_f = make_norm(config.d_model, config.rms_norm, config.norm_eps, **made)
 
 
 class LanguageModel(nn.Module):
@@ -50,7 +53,7 @@ class LanguageModel(nn.Module):
         self.config = config
         made = {"device": device, "dtype": dtype}
         self.backbone = Backbone(config, **made)
-        self.lm_head = Linear(config.block.d_model, config.padded_vocab_size, bias=False, **made)
+        self.lm_head = Linear(config.d_model, config.padded_vocab_size, bias=False, **made)
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
         self.reset_parameters()
@@ -60,8 +63,10 @@ class LanguageModel(nn.Module):
         with torch.no_grad():
             nn.init.normal_(self.backbone.embedding.weight, std=0.02)
             for name, parameter in self.backbone.named_parameters():
-                if name.endswith(("out_proj.weight", "fc2.weight")):
-                    nn.init.kaiming_uniform_(parameter, a=5**0.5)
+                if name.endswith(("out_proj.weight", "fc2.weight", "experts_out")):
+                    # Each expert is a matrix of its own.
+                    for matrix in parameter if parameter.dim() == 3 else (parameter,):
+                        nn.init.kaiming_uniform_(matrix, a=5**0.5)
                     parameter /= self.config.n_layer**0.5
                 elif name.endswith(("in_proj.bias", "out_proj.bias")):
                     nn.init.zeros_(parameter)
@@ -94,15 +99,19 @@ class LanguageModel(nn.Module):
             # Of ids on the meta device torch would return what happens to be in memory.
             check_beside("embedding", embedding.weight, "ids_bs", ids)
         try:
-            return embedding(ids)
+            x = embedding(ids)
         except (IndexError, RuntimeError) as error:
             # Not looked for at the door: on other devices that would wait for them.
             wrong = wrong_ids(ids, self.config.vocab_size)
             raise error if wrong is None else ValueError(wrong) from error
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * scale
 
     def logits(self, x: Tensor) -> Tensor:
         """Of the residual stream; rows of the head that only pad the vocabulary are left out."""
-        return self.lm_head(self.backbone.norm_f(x))[..., : self.config.vocab_size]
+        logits = self.lm_head(self.backbone.norm_f(x))[..., : self.config.vocab_size]
+        scale = self.config.logits_scale
+        return logits if scale == 1 else logits * scale
 
 
 def check_axes(name: str, ids: Tensor, *axes: str) -> None:

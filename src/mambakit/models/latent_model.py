@@ -49,7 +49,7 @@ class LatentModel(nn.Module):
         super().__init__()
         self.config = config
         made = {"device": device, "dtype": dtype}
-        d_model = config.block.d_model
+        d_model = config.d_model
         self.in_proj = nn.Linear(config.d_input, d_model, **made)
         self.stack = Stack(config, **options, **made)
         self.norm_f = make_norm(d_model, config.rms_norm, config.norm_eps, **made) if config.final_norm else None

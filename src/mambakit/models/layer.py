@@ -1,5 +1,7 @@
-"""One layer: a block between a norm and a residual, optionally followed by a gated MLP."""
+"""One layer: blocks in a row, each between a norm and the residual."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from typing_extensions import Unpack
 from mambakit.blocks.block import Options
 from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.family import family_of
-from mambakit.blocks.modules import Linear, RMSNorm
+from mambakit.blocks.mlp import MLPConfig
+from mambakit.blocks.modules import RMSNorm
+from mambakit.blocks.stateless import NoCache
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -29,54 +33,53 @@ def make_norm(width: int, rms: bool, eps: float, **made: Any) -> RMSNorm | Layer
     return RMSNorm(width, eps, **made) if rms else LayerNorm(width, eps, **made)
 
 
-class GatedMLP(nn.Module):
-    """`fc2(value * silu(gate))`, value and gate being the halves of `fc1`."""
-
-    def __init__(self, width: int, hidden: int, **made: Any):
-        super().__init__()
-        # Rounded up as in the official checkpoints.
-        hidden = -(-hidden // 128) * 128
-        self.fc1 = Linear(width, 2 * hidden, bias=False, **made)
-        self.fc2 = Linear(hidden, width, bias=False, **made)
-
-    @property
-    def independent_maps(self) -> dict[str, dict[str, int]]:
-        """The maps that each projection stacks, with their rows in order; see `blocks/param_groups.py`."""
-        hidden = self.fc2.in_features
-        return {"fc1": {"value": hidden, "gate": hidden}, "fc2": {"y": self.fc2.out_features}}
-
-    def forward(self, x: Tensor) -> Tensor:
-        value, gate = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(value * F.silu(gate))
-
-
 class Layer(nn.Module):
-    """`norm -> block`, with an MLP `+ norm2 -> mlp` on top of its own residual. Returns what to add to the residual."""
+    """Blocks one after the other, each `x = x + scale * block(norm(x))`. Returns what to add to the residual.
+
+    The first block is `mixer` behind `norm`. The second is behind `norm2`: `mlp`, as in the official checkpoints, where
+    it is one, or else `mixer2`, and so on.
+    """
 
     def __init__(
         self,
-        block: BlockConfig,
+        blocks: BlockConfig | Sequence[BlockConfig],
         *,
-        d_intermediate: int = 0,
         rms_norm: bool = True,
         norm_eps: float = 1e-5,
+        residual_scale: float = 1.0,
         device: Any = None,
         dtype: Any = None,
     ):
         super().__init__()
         made = {"device": device, "dtype": dtype}
-        self.norm = make_norm(block.d_model, rms_norm, norm_eps, **made)
-        self.mixer = family_of(block).block(block, **made)
-        self.has_mlp = d_intermediate > 0
-        if self.has_mlp:
-            self.norm2 = make_norm(block.d_model, rms_norm, norm_eps, **made)
-            self.mlp = GatedMLP(block.d_model, d_intermediate, **made)
+        blocks = (blocks,) if isinstance(blocks, BlockConfig) else tuple(blocks)
+        self.residual_scale = residual_scale
+        self.names: list[tuple[str, str]] = []
+        """Of each norm and the block behind it."""
+        for place, config in enumerate(blocks):
+            number = str(place + 1) if place else ""
+            called = "mlp" if place == 1 and isinstance(config, MLPConfig) else f"mixer{number}"
+            self.names.append((f"norm{number}", called))
+            self.add_module(f"norm{number}", make_norm(config.d_model, rms_norm, norm_eps, **made))
+            self.add_module(called, family_of(config).block(config, **made))
+
+    @property
+    def parts(self) -> list[tuple[Any, Any]]:
+        """Each norm with the block behind it."""
+        modules = self._modules
+        return [(modules[norm], modules[block]) for norm, block in self.names]
 
     def forward(self, x_bsd: Tensor, cache: Any = None, **options: Unpack[Options]) -> tuple[Tensor, Any]:
-        """The layer's delta and cache; `options` (path, masks, packing) are the block's."""
+        """The layer's delta and cache; `options` (path, masks, packing) are the blocks'."""
+        entering, leaving, deltas = self.apart(cache), [], []
         with SsdPath.of(options.get("path")).around():
-            delta_bsd, cache = self.mixer(self.norm(x_bsd), cache, **options)
-            return (self.with_mlp(x_bsd, delta_bsd) if self.has_mlp else delta_bsd), cache
+            for norm, block in self.parts:
+                if deltas:
+                    x_bsd = x_bsd + deltas[-1]
+                y_bsd, after = block(norm(x_bsd), entering.get(block), **options)
+                deltas.append(self.scaled(y_bsd))
+                leaving.append(after)
+            return total(deltas), self.together(leaving)
 
     def step(self, x_bd: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """One token."""
@@ -84,11 +87,35 @@ class Layer(nn.Module):
         return delta_bsd[:, 0], cache
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
-        delta_bd = self.mixer.step_infinite(self.norm(x_bd))  # type: ignore[operator]
-        return self.with_mlp(x_bd, delta_bd) if self.has_mlp else delta_bd
+        deltas = []
+        for norm, block in self.parts:
+            if deltas:
+                x_bd = x_bd + deltas[-1]
+            deltas.append(self.scaled(block.step_infinite(norm(x_bd))))
+        return total(deltas)
 
     def fresh_cache(self, batch: int) -> Any:
-        return self.mixer.fresh_cache(batch)  # type: ignore[operator]
+        return self.together([block.fresh_cache(batch) for _, block in self.parts])
 
-    def with_mlp(self, x: Tensor, delta: Tensor) -> Tensor:
-        return delta + self.mlp(self.norm2(x + delta))
+    def scaled(self, y: Tensor) -> Tensor:
+        return y if self.residual_scale == 1 else self.residual_scale * y
+
+    def together(self, caches: Sequence[Any]) -> Any:
+        """Of the caches of all blocks, the one that is not empty, or a tuple of those that are not."""
+        carried = tuple(cache for cache in caches if not isinstance(cache, NoCache))
+        return carried[0] if len(carried) == 1 else carried
+
+    def apart(self, cache: Any) -> dict[nn.Module, Any]:
+        """The caches of blocks that have one, from what `together` made of them."""
+        if cache is None:
+            return {}
+        blocks = [block for _, block in self.parts if block.cache_class is not NoCache]
+        caches = (cache,) if len(blocks) == 1 else cache
+        if not isinstance(caches, tuple | list) or len(caches) != len(blocks):
+            raise ValueError(f"this layer's cache is a tuple of {len(blocks)} caches, got a {type(cache).__name__}")
+        return dict(zip(blocks, caches, strict=True))
+
+
+def total(deltas: Sequence[Tensor]) -> Tensor:
+    # Not `sum`, which starts with 0.
+    return functools.reduce(torch.add, deltas)

@@ -88,7 +88,7 @@ class Residual(nn.Module):
         self.first = 0 if config.ignore_first_residual else -1
         self.last = len(order) - 1 if config.ignore_last_residual else -1
         self.gate_of: Sequence[int] | None = None
-        gate, width = config.multi_gate, config.block.d_model
+        gate, width = config.multi_gate, config.d_model
         if gate is not None:
             self.gate_of = range(len(order)) if gate.per_virtual_layer else order
             count = len(order) if gate.per_virtual_layer else n_real

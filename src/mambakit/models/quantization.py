@@ -17,7 +17,8 @@ from mambakit.ops import few_rows
 Model = TypeVar("Model", bound=nn.Module)
 
 PROJECTIONS = ("in_proj", "out_proj", "x_proj", "fc1", "fc2", "lm_head")
-"""What is quantized. `dt_proj` is small and sets step sizes, to which the state is sensitive."""
+"""What is quantized. `dt_proj` is small and sets step sizes, to which the state is sensitive; a mixture's `router` is
+small too and chooses. Its experts are no `nn.Linear` and stay as they are; a shared expert is an MLP like others."""
 
 # The 16 values of NF4 (Dettmers and others, 2023): equally likely for normally distributed weights, with an exact 0.
 NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from mambakit.blocks import family
 from mambakit.blocks.block import Options, check_flags, check_input, check_token
 from mambakit.blocks.config import BlockConfig, Config, check_positive
 from mambakit.blocks.family import FAMILIES, family_of
+from mambakit.blocks.mlp import MLPConfig
 from mambakit.models import schedules
 from mambakit.models.class_tokens import (
     ClassCache,
@@ -33,13 +35,18 @@ StackCache = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackConfig(Config):
-    block: BlockConfig
-    n_layer: int
+    layers: tuple[tuple[BlockConfig, ...], ...] | None = None
+    """The blocks of each layer, one after the other; None is `n_layer` times `block`, with an MLP where asked for."""
+    block: BlockConfig | None = None
+    n_layer: int = 0
+    """How many layers; with `layers` it is their number."""
     d_intermediate: int = 0
     """Hidden width of each layer's gated MLP, rounded up to a multiple of 128; 0 is none."""
     rms_norm: bool = True
     """RMSNorm before blocks, or LayerNorm."""
     norm_eps: float = 1e-5
+    residual_scale: float = 1.0
+    """What each block's output is multiplied by before it is added to the residual."""
     residual_in_fp32: bool = True
     virtual: schedules.Schedule | schedules.PairSchedule | None = None
     """A schedule of virtual layers over the `n_layer` sets of weights; None is each once."""
@@ -55,8 +62,13 @@ class StackConfig(Config):
     """For each of the `n_layer` sets of weights, markers of rows inserted before every virtual layer that uses it."""
 
     def __post_init__(self) -> None:
-        family_of(self.block)
-        check_positive(self, "n_layer", "norm_eps")
+        if self.layers is not None:
+            self._check_layers(self.layers)
+        elif self.block is None:
+            raise ValueError("give block and n_layer, or layers with the blocks of each, and got neither")
+        else:
+            family_of(self.block)
+        check_positive(self, "n_layer", "norm_eps", "residual_scale")
         if self.d_intermediate < 0:
             raise ValueError(f"d_intermediate = {self.d_intermediate} has to be 0 (no MLP) or positive")
         _ = self.order  # raises where the schedule does not fit
@@ -65,6 +77,39 @@ class StackConfig(Config):
             raise ValueError(f"layer_latents has {len(self.layer_latents)} entries for {self.n_layer} layers")
         for markers in self.layer_latents:
             check_markers("layer_latents", markers)
+
+    def _check_layers(self, layers: tuple[tuple[BlockConfig, ...], ...]) -> None:
+        if self.block is not None or self.d_intermediate or self.n_layer not in (0, len(layers)):
+            raise ValueError(
+                "layers says which blocks there are and how many layers; "
+                f"leave out block, d_intermediate and n_layer = {self.n_layer}"
+            )
+        if not layers or not all(isinstance(blocks, list | tuple) and blocks for blocks in layers):
+            raise ValueError(f"layers = {layers!r} has to be a tuple of layers, each a tuple of blocks' configs")
+        for i, blocks in enumerate(layers):
+            for block in blocks:
+                family_of(block)
+                if block.d_model != layers[0][0].d_model:
+                    wide = f"d_model = {block.d_model}, and the first has {layers[0][0].d_model}"
+                    raise ValueError(f"a {type(block).__name__} of layer {i} has {wide}; all blocks share one width")
+        object.__setattr__(self, "layers", tuple(map(tuple, layers)))
+        object.__setattr__(self, "n_layer", len(layers))
+
+    @property
+    def blocks(self) -> tuple[tuple[BlockConfig, ...], ...]:
+        """The blocks of each layer, in the short form too."""
+        if self.layers is not None:
+            return self.layers
+        assert self.block is not None
+        # Rounded up as in the official checkpoints.
+        mlp = MLPConfig(self.d_model, -(-self.d_intermediate // 128) * 128) if self.d_intermediate else None
+        return ((self.block,) if mlp is None else (self.block, mlp),) * self.n_layer
+
+    @property
+    def d_model(self) -> int:
+        first = self.block if self.layers is None else self.layers[0][0]
+        assert first is not None
+        return first.d_model
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -76,16 +121,24 @@ class StackConfig(Config):
         return self.virtual.order(self.n_layer)
 
     def to_dict(self) -> dict[str, Any]:
-        block = {"family": family_of(self.block).name, **self.block.to_dict()}
-        return {**Config.to_dict(self), "block": block, "virtual": schedules.to_dict(self.virtual)}
+        values = {**Config.to_dict(self), "virtual": schedules.to_dict(self.virtual)}
+        if self.layers is None:
+            # As before there were layers of several blocks, so that older versions read it.
+            return {**values, "block": family.to_dict(self.block)}
+        return {**values, "layers": [[family.to_dict(block) for block in blocks] for blocks in self.layers]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]):
-        block = dict(values.get("block") or {})
-        family = block.pop("family", None)
-        if family not in FAMILIES:
-            raise ValueError(f"block.family is {family!r}, expected one of {', '.join(FAMILIES)}")
-        made: dict[str, Any] = {"block": FAMILIES[family].config.from_dict(block)}
+        made: dict[str, Any] = {}
+        if values.get("layers") is not None:
+            if not all(isinstance(blocks, list | tuple) for blocks in values["layers"]):
+                raise ValueError("layers has to be a list of layers, each a list of blocks")
+            made["layers"] = tuple(
+                tuple(family.from_dict(block, f"layers[{i}][{j}]") for j, block in enumerate(blocks))
+                for i, blocks in enumerate(values["layers"])
+            )
+        else:
+            made["block"] = family.from_dict(values.get("block") or {})
         if values.get("virtual") is not None:
             made["virtual"] = schedules.from_dict(values["virtual"])
         if values.get("multi_gate") is not None:
@@ -121,9 +174,9 @@ class Stack(nn.Module):
         # Before which virtual layer rows enter, and the name of their module.
         self.levels: list[tuple[int, str]] = []
         if config.stack_latents:
-            self.stack_latents = ClassTokens(config.stack_latents, config.block.d_model, **made)
+            self.stack_latents = ClassTokens(config.stack_latents, config.d_model, **made)
             self.levels.append((0, "stack_latents"))
-        width, per_layer = config.block.d_model, enumerate(config.layer_latents)
+        width, per_layer = config.d_model, enumerate(config.layer_latents)
         rows = {str(real): ClassTokens(markers, width, **made) for real, markers in per_layer if markers}
         if rows:
             self.layer_latents = nn.ModuleDict(rows)
@@ -131,7 +184,7 @@ class Stack(nn.Module):
 
     @property
     def d_model(self) -> int:
-        return self.config.block.d_model
+        return self.config.d_model
 
     @property
     def is_plain(self) -> bool:
@@ -175,10 +228,11 @@ class Stack(nn.Module):
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
         """What `step` converges to when the same token comes for ever. Class latents lie too far back to be seen."""
-        family = family_of(self.config.block)
-        if not hasattr(family.block, "step_infinite"):
-            known = [name for name, other in FAMILIES.items() if hasattr(other.block, "step_infinite")]
-            told = f"{' and '.join(known)} blocks only, and this stack's are {family.name}"
+        able = [name for name, kind in FAMILIES.items() if hasattr(kind.block, "step_infinite") and kind.alone]
+        kinds = {type(block): family_of(block) for blocks in self.config.blocks for block in blocks}
+        others = [kind.name for kind in kinds.values() if not hasattr(kind.block, "step_infinite")]
+        if others:
+            told = f"{', '.join(able)} blocks only, and this stack has {', '.join(others)}"
             raise ValueError(f"step_infinite is known for {told}")
         check_token(self, x_bd)
         flow = Flow(enter(self, x_bd[:, None])[:, 0])
@@ -215,8 +269,8 @@ class Stack(nn.Module):
 
 
 def make_layers(config: StackConfig, **made: Any) -> nn.ModuleList:
-    options = {"d_intermediate": config.d_intermediate, "rms_norm": config.rms_norm, "norm_eps": config.norm_eps}
-    return nn.ModuleList(Layer(config.block, **options, **made) for _ in range(config.n_layer))
+    options = {name: getattr(config, name) for name in ("rms_norm", "norm_eps", "residual_scale")}
+    return nn.ModuleList(Layer(blocks, **options, **made) for blocks in config.blocks)
 
 
 def fresh_slots(stack: Any, batch: int) -> StackCache:

@@ -1,6 +1,6 @@
-"""The scans' operators in terms of ordinary ones, for runtimes that know no others.
+"""The scans' and experts' operators in terms of ordinary ones, for runtimes that know no others.
 
-`torch.export` keeps a scan as one operator of ours; `program.run_decompositions(DECOMPOSITIONS)` replaces it.
+`torch.export` keeps each as one operator of ours; `program.run_decompositions(DECOMPOSITIONS)` replaces it.
 """
 
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.ops.grouped_product import GROUPED_PRODUCT
 from mambakit.ops.selective_scan import SELECTIVE_SCAN
 from mambakit.ops.ssd import SSD, in_chunks
 from mambakit.ops.ssd_chunked import ssd_minimal
@@ -50,4 +51,16 @@ def plain_selective_scan(
     return [y_bsi.to(x_bsi.dtype), state_bsir[:, -1].contiguous()]
 
 
-DECOMPOSITIONS: dict[Any, Any] = {SSD.operator: plain_ssd, SELECTIVE_SCAN.operator: plain_selective_scan}
+def plain_grouped_product(x_ni: Tensor, weight_eoi: Tensor, counts_e: Tensor, backend: str) -> list[Tensor]:
+    """A copy of its matrix for every row: sizes do not depend on data."""
+    rows_n = torch.arange(x_ni.shape[0], device=x_ni.device)
+    # Of so many experts all rows come before this one.
+    expert_n = (counts_e.cumsum(0) <= rows_n[:, None]).sum(1)
+    return [(weight_eoi[expert_n] @ x_ni[..., None])[..., 0]]
+
+
+DECOMPOSITIONS: dict[Any, Any] = {
+    SSD.operator: plain_ssd,
+    SELECTIVE_SCAN.operator: plain_selective_scan,
+    GROUPED_PRODUCT.operator: plain_grouped_product,
+}

@@ -85,20 +85,6 @@ def is_stored_well(weights: Weights) -> bool:
     )
 
 
-def check_sizes(weights: Weights) -> None:
-    """That the tensors hold as many numbers as rows, columns and groups say."""
-    format, columns, weight, scales, bias, group = weights
-    rows, groups = weight.shape[0], 1 if not group else -(-columns // group)
-    halves = format == NF4
-    width = groups * group if halves else columns
-    if group % GROUP or halves != (group > 0) or weight.shape[1] * (2 if halves else 1) != width:
-        raise ValueError(f"weight of shape {tuple(weight.shape)} does not hold {columns} columns in groups of {group}")
-    if scales is not None and scales.numel() != rows * groups:
-        raise ValueError(f"scales has {scales.numel()} elements, expected {rows * groups}")
-    if bias is not None and bias.numel() != rows:
-        raise ValueError(f"bias has {bias.numel()} elements, expected {rows}")
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Contiguous numbers in the CPU's memory, and no subclass with ideas of its own."""
     return type(tensor) in PLAIN_TENSORS and tensor.is_contiguous() and tensor.device.type == "cpu"

@@ -27,7 +27,7 @@ class Step(NamedTuple):
     number: int
     """Steps done, this one included."""
     loss: float
-    """Mean over the tokens of all ranks, in nats, before the step."""
+    """Mean over the tokens of all ranks, in nats, before the step. What keeps experts in use is not part of it."""
     lr: float
     norm: float
     """Of the gradient, before it was clipped."""
@@ -35,6 +35,8 @@ class Step(NamedTuple):
     """A rank was asked to stop."""
     skipped: str | None = None
     """Why nothing was learned from it, where that is so."""
+    balance: float | None = None
+    """`balance_loss` of the experts: 1 where all are used alike. None without any."""
 
 
 class HeldOut(NamedTuple):
@@ -68,7 +70,8 @@ class Trainer:
             )
         self.model = model.to(self.ranks.device)
         self.optimizers = Optimizers(self.model, settings, self.ranks)
-        self.objective = self.ranks.averaging(Objective(self.model, settings.segment_len))
+        self._objective = Objective(self.model, settings.segment_len, settings.balance)
+        self.objective = self.ranks.averaging(self._objective)
         self.step = 0
         self.skipped = 0
         """Steps that were passed over, in the whole run."""
@@ -85,9 +88,10 @@ class Trainer:
         `skip_bad_steps` times in a run such rows are passed over instead: the next ones follow with fresh states.
         """
         try:
-            carried, loss = self._go_back()
+            carried, loss, balance = self._go_back()
             norm = self.optimizers.collect()
-            total, stops, bad = self.ranks.sums(loss, float(self.stop_asked), float(not math.isfinite(norm)))
+            flags = float(self.stop_asked), float(not math.isfinite(norm))
+            total, balance_of_all, stops, bad = self.ranks.sums(loss, balance or 0.0, *flags)
             loss = total / self.ranks.world
             lr = self.settings.lr * share_of_peak(self.step, self.settings)
             problem = self._problem(loss, norm) if bad or not math.isfinite(loss) else None
@@ -101,11 +105,12 @@ class Trainer:
         finally:
             self.optimizers.clear()
         self._carried, self.step = carried, self.step + 1
-        return Step(self.step, loss, lr, norm, stops > 0, problem)
+        shown = None if balance is None else balance_of_all / self.ranks.world
+        return Step(self.step, loss, lr, norm, stops > 0, problem, shown)
 
-    def _go_back(self) -> tuple[list[Any], float]:
-        """Gradients of the next rows on the weights; the states after these rows, and this rank's mean loss."""
-        carried, loss = list(self._carried), 0.0
+    def _go_back(self) -> tuple[list[Any], float, float | None]:
+        """Gradients of the next rows on the weights; the states after these rows, this rank's loss and balance."""
+        carried, loss, balance = list(self._carried), 0.0, None
         for i, rows in enumerate(self._parts):
             batch = self.rows.at(self.step, rows)
             cache = None if batch.starts_afresh else carried[i]
@@ -117,9 +122,13 @@ class Trainer:
                         cache,
                         reset_bs=None if batch.reset_bs is None else batch.reset_bs.to(self.ranks.device),
                     )
+                balanced = self._objective.balanced
                 (part_loss / len(self._parts)).backward()
             loss += part_loss.item() / len(self._parts)
-        return carried, loss
+            if balanced is not None:
+                share = balanced.item() / len(self._parts)
+                balance, loss = (balance or 0.0) + share, loss - self.settings.balance * share
+        return carried, loss, balance
 
     def _problem(self, loss: float, norm: float) -> str:
         """What is wrong with this step. Every rank has to ask, and gets the same answer."""
@@ -159,9 +168,10 @@ class Trainer:
 
     def restore(self, saved: Saved) -> None:
         """Go on from `saved`; ValueError if it was made under other settings."""
+        made = {**asdict(TrainSettings(steps=self.settings.steps)), **saved.state["settings"]}
         for name, value in asdict(self.settings).items():
-            if name not in FREE and saved.state["settings"].get(name) != value:
-                raise ValueError(f"the run was made with {name} = {saved.state['settings'].get(name)!r}, not {value!r}")
+            if name not in FREE and made[name] != value:
+                raise ValueError(f"the run was made with {name} = {made[name]!r}, not {value!r}")
         weights, own = saved.state["model"], dict(self.model.named_parameters())
         shapes = [{name: tensor.shape for name, tensor in named.items()} for named in (weights, own)]
         differing = {name for name, _ in shapes[0].items() ^ shapes[1].items()}

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks.caches import detach
+from mambakit.blocks.moe import balance_loss
 from mambakit.models.language_model import LanguageModel
 from mambakit.training.segments import run_in_segments
 
@@ -17,37 +18,53 @@ EVALUATED_LEN = 2048
 
 
 class TokenLosses(nn.Module):
-    """`loss_bs, cache = losses(pairs_bs2, cache)`: minus the log-probability of each next token, in nats."""
+    """`loss_bs, cache = losses(pairs_bs2, cache)`: minus the log-probability of each next token, in nats.
 
-    def __init__(self, model: LanguageModel):
+    With `balance`, so much of the model's `balance_loss` is added to each, in training and where it has experts.
+    """
+
+    def __init__(self, model: LanguageModel, balance: float = 0.0):
         super().__init__()
         self.model = model
+        self.balance = balance
+        self.balances: list[Tensor] = []
+        """What it was, call by call, before its share was taken."""
 
     def forward(self, pairs_bs2: Tensor, cache: Any = None, *, reset_bs: Tensor | None = None) -> tuple[Tensor, Any]:
         logits_bsw, cache = self.model(pairs_bs2[..., 0], cache, reset_bs=reset_bs)
         logits_bsw = logits_bsw.to(torch.promote_types(logits_bsw.dtype, torch.float32))
         # mT: the vocabulary is expected second.
-        return F.cross_entropy(logits_bsw.mT, pairs_bs2[..., 1], reduction="none"), cache
+        loss_bs = F.cross_entropy(logits_bsw.mT, pairs_bs2[..., 1], reduction="none")
+        found = balance_loss(self.model) if self.balance else None
+        if found is not None:
+            self.balances.append(found.detach())
+            loss_bs = loss_bs + self.balance * found
+        return loss_bs, cache
 
 
 class Objective(nn.Module):
     """`loss, cache = objective(pairs_bs2, cache)`: the mean over all tokens; the cache is detached.
 
-    With `segment_len`, activations and logits of one segment at a time are kept; loss and gradients are the same.
+    `balance_loss` of experts, times `balance`, is part of it; `balanced` is what it was before. With `segment_len`,
+    activations and logits of one segment at a time are kept; loss and gradients are the same.
     """
 
-    def __init__(self, model: LanguageModel, segment_len: int | None = None):
+    def __init__(self, model: LanguageModel, segment_len: int | None = None, balance: float = 0.0):
         super().__init__()
-        self.losses = TokenLosses(model)
+        self.losses = TokenLosses(model, balance)
         self.segment_len = segment_len
+        self.balanced: Tensor | None = None
 
     def forward(self, pairs_bs2: Tensor, cache: Any = None, *, reset_bs: Tensor | None = None) -> tuple[Tensor, Any]:
+        self.losses.balances.clear()  # a backward pass that computes again adds to them
         if self.segment_len is None:
             loss_bs, cache = self.losses(pairs_bs2, cache, reset_bs=reset_bs)
         else:
             loss_bs, cache = run_in_segments(
                 self.losses, pairs_bs2, cache, segment_len=self.segment_len, reset_bs=reset_bs
             )
+        balances = self.losses.balances
+        self.balanced = torch.stack(balances).mean() if balances else None
         return loss_bs.mean(), detach(cache)
 
 

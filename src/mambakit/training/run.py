@@ -113,7 +113,8 @@ def go_on(trainer: Trainer, folder: Path, tokens: Tokens, watch: Watch) -> float
                     write(log, step=step.number, skipped=step.skipped)
                     watch.note(f"skipped: {step.skipped}")
                 elif log:
-                    write(log, step=step.number, loss=step.loss, lr=step.lr, norm=step.norm)
+                    experts = {} if step.balance is None else {"balance": step.balance}
+                    write(log, step=step.number, loss=step.loss, lr=step.lr, norm=step.norm, **experts)
                     watch.step(step)
                 if is_last or step.number % settings.evaluate_every == 0:
                     final = trainer.evaluate(None if is_last else settings.evaluate_bytes)

@@ -36,6 +36,8 @@ class TrainSettings(Config):
     """Share of the steps, at the end, in which `"wsd"` falls."""
     floor: float = 0.1
     """Where the learning rate ends, as a share of its peak."""
+    balance: float = 0.01
+    """Share of the loss that keeps experts in use, in models that have some."""
     autocast: str | None = None
     seed: int = 0
     evaluate_every: int = 250
@@ -55,8 +57,8 @@ class TrainSettings(Config):
                 raise ValueError(f"{name} = {getattr(self, name)!r} is unknown; choose from {', '.join(known)}")
         if self.autocast not in (None, "bfloat16"):
             raise ValueError(f"autocast = {self.autocast!r} is unknown; choose bfloat16 or None")
-        if self.warmup < 0 or self.weight_decay < 0 or self.skip_bad_steps < 0:
-            raise ValueError("warmup, weight_decay and skip_bad_steps have to be 0 or more")
+        if min(self.warmup, self.weight_decay, self.skip_bad_steps, self.balance) < 0:
+            raise ValueError("warmup, weight_decay, skip_bad_steps and balance have to be 0 or more")
         if not 0 <= self.floor <= 1 or not 0 <= self.decay <= 1:
             raise ValueError("floor and decay are shares between 0 and 1")
         if self.batch % self.accumulate:

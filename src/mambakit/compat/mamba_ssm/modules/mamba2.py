@@ -76,5 +76,5 @@ def adopt(block: Any, config: Mamba2Config, conv_init: float | None, device: Any
         nn.init.uniform_(block.conv1d.weight, -conv_init, conv_init)
     block.d_model, block.d_state, block.d_conv = config.d_model, config.state_rank, config.conv_kernel
     block.expand, block.headdim, block.conv_init = config.expand, config.per_head_dim, conv_init
-    block.d_inner, block.nheads = config.d_inner, config.nheads
+    block.d_inner, block.nheads = config.inner_width, config.nheads
     block.activation, block.act = "silu", nn.SiLU()
