@@ -5,25 +5,34 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import CONFIGS, MAMBAS
+from blocks import CONFIGS
 from compare import error
 from mambakit import (
+    AttentionConfig,
     LanguageModel,
     Mamba1Config,
     Mamba2Config,
     Mamba3Config,
+    MLPConfig,
     ModelConfig,
+    MoEConfig,
     MultiGateConfig,
+    ParallelConfig,
     generate,
     quantize,
     stream,
 )
+from mambakit.blocks import caches
+from mambakit.blocks.mlp import ACTIVATIONS
+from mambakit.inference import decoder
 from mambakit.inference.decoder import Decoder, StepByStep, make_decoder, why_not
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.models.schedules import Cyclic
@@ -32,47 +41,88 @@ from mambakit.ops.backends import use_backend
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 VOCABULARY = 50
 ROTATING = ("mamba3-quaternion", "mamba3-learned")
-STEPPED = ("mamba1-normed", "mamba1-rms", "mamba2-multipliers")
-NAMES = [name for name in MAMBAS if name not in (*ROTATING, *STEPPED)]
+NAMES = [name for name in CONFIGS if name not in ROTATING]
 MODELS = {
     "tied": {},
     "untied-mlp": {"tie_embeddings": False, "d_intermediate": 8},
     "layer-norm": {"rms_norm": False, "norm_eps": 1e-3, "residual_in_fp32": False},
     "virtual": {"virtual": Cyclic(5)},
+    "scaled": {"embedding_scale": 3.0, "logits_scale": 0.4, "residual_scale": 0.7, "d_intermediate": 8},
+}
+M1, M2, M3 = CONFIGS["mamba1"], Mamba2Config(d_model=6, state_rank=4, per_head_dim=4), CONFIGS["mamba3"]
+A = AttentionConfig(6, 4, 2, 5, rope_fraction=0.8)
+MLPS = {
+    **{name: MLPConfig(6, 10, activation=name) for name in ACTIVATIONS},
+    **{f"{name}-ungated": MLPConfig(6, 11, gated=False, activation=name, bias=True) for name in ACTIVATIONS},
+    "scaled": MLPConfig(6, 37, bias=True, gate_scale=1.7, in_scale=0.6, out_scale=-1.3),
+}
+EXPERTS = {
+    "softmax": MoEConfig(6, 10, 5, 2),
+    "bare": MoEConfig(6, 9, 7, 3, normalize=False, scale=1.7, gated=False, activation="relu2"),
+    "chosen": MoEConfig(6, 10, 5, 2, "softmax_chosen", d_shared=11, in_scale=0.7, out_scale=1.4),
+    "sigmoid": MoEConfig(6, 10, 8, 3, "sigmoid", scale=2.5, groups=4, top_groups=2, d_shared=5, d_latent=4, bias=True),
+    "single": MoEConfig(6, 4, 3, 1, "sigmoid", normalize=False, groups=3, top_groups=2, activation="gelu"),
+}
+LAYERS = {
+    **{f"moe-{name}": ((M1, experts), (experts,)) for name, experts in EXPERTS.items()},
+    "moe-parallel": ((ParallelConfig(EXPERTS["sigmoid"], M1), ParallelConfig(M2, EXPERTS["chosen"], out_scale=0.6)),),
+    **{f"mlp-{name}": ((M1, mlp),) for name, mlp in MLPS.items()},
+    "mlp-first": ((MLPS["silu"],), (MLPS["relu2-ungated"], replace(M1, in_scale=1.2, out_scale=0.5)), (MLPS["gelu"],)),
+    "attention": ((A, MLPS["silu"]), (replace(A, rope_theta=100.0, bias=True), M1)),
+    "attention-window": ((M1, replace(A, window=5)), (replace(A, n_heads=9, n_kv_heads=3, rope_theta=7.0, window=11),)),
+    "attention-wide": ((AttentionConfig(6, 14, 2, 70, key_scale=0.6, rope_theta=1e4, rope_fraction=0.6),),),
+    "parallel": (
+        (ParallelConfig(M2, replace(A, in_scale=0.7, out_scale=1.3), in_scale=0.8, out_scale=0.5), MLPS["silu"]),
+        (ParallelConfig(MLPS["gelu"], M1), ParallelConfig(A, ParallelConfig(MLPS["relu"], M1, out_scale=2.0))),
+        (ParallelConfig(MLPS["gelu"], MLPS["scaled"]),),
+    ),
+    "mambas": ((replace(M2, in_scale=0.3), M1, MLPS["scaled"], M2), (M1,)),
+}
+"""Hybrids, as the blocks of each layer."""
+BLOCKS = {**CONFIGS, **LAYERS}
+LONG = {
+    "all": AttentionConfig(8, 6, 2, 20, rope_theta=50.0),
+    "window": AttentionConfig(8, 5, 1, 33, window=300),
+    "heads": AttentionConfig(8, 3, 3, 64, rope_theta=1e4),
 }
 
 
 def make_model(block: Any, *, bits: int = 32, dtype: torch.dtype = torch.float32, **options: Any) -> LanguageModel:
+    """Of one kind of block, or of the layers in a tuple."""
     torch.manual_seed(1)
-    model = LanguageModel(ModelConfig(block=block, n_layer=2, vocab_size=VOCABULARY, **options), dtype=dtype)
+    blocks = {"layers": block} if isinstance(block, tuple) else {"block": block, "n_layer": 2}
+    model = LanguageModel(ModelConfig(**blocks, vocab_size=VOCABULARY, **options), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer += 0.3 * torch.randn_like(buffer)
     return model if bits == 32 else quantize(model, bits)
 
 
 def tensors_of(cache: Any) -> list[Tensor]:
-    return [t for layer in cache for t in layer if isinstance(t, Tensor)]
+    if isinstance(cache, Tensor):
+        return [cache]
+    return [t for part in cache for t in tensors_of(part)] if isinstance(cache, tuple | list) else []
 
 
 def apart(got: Any, want: Any) -> float:
     """The largest error of two caches; angles are compared as directions."""
-    worst = 0.0
-    for one, other in zip(got, want, strict=True):
-        assert type(one) is type(other)
-        for name, was in other._asdict().items():
-            if not isinstance(was, Tensor):
-                assert getattr(one, name) == was
-                continue
-            pair = [getattr(one, name).double(), was.double()]
-            if name == "rotation":
-                pair = [torch.polar(torch.ones_like(t), t) for t in pair]
-            worst = max(worst, error(*pair))
-    return worst
+    if isinstance(want, Tensor):
+        assert got.shape == want.shape
+        return error(got.double(), want.double()) if want.numel() else 0.0
+    if not isinstance(want, tuple | list):
+        assert got == want
+        return 0.0
+    assert type(got) is type(want) or not hasattr(want, "_fields")
+    if hasattr(want, "rotation"):
+        got, want = (c._replace(rotation=torch.stack((c.rotation.cos(), c.rotation.sin()))) for c in (got, want))
+    return max((apart(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
 
 
-def check_steps(model: LanguageModel, rows: int = 3, steps: int = 12) -> None:
-    """Logits and caches token by token, against the same model in float64.
+def check_steps(model: LanguageModel, rows: int = 3, steps: int = 12, lengths: Sequence[int] = (4,)) -> None:
+    """Logits and caches token by token after prompts of some lengths, against the same model in float64.
 
     Some of these models magnify rounding: torch's own float32 step is measured too, and a cache may be off by a few
     times what that is off by.
@@ -80,9 +130,11 @@ def check_steps(model: LanguageModel, rows: int = 3, steps: int = 12) -> None:
     make = torch.Generator().manual_seed(0)
     wide = copy.deepcopy(model).double()
     with torch.no_grad():
-        _, cache = model(torch.randint(VOCABULARY, (rows, 4), generator=make))
+        ids_bs = torch.randint(VOCABULARY, (rows, max(lengths)), generator=make)
+        length_b = torch.tensor((*lengths, *lengths * rows)[:rows])
+        _, cache = model(ids_bs, mask_bs=torch.arange(max(lengths)) < length_b[:, None])
         before = [t.clone() for t in tensors_of(cache)]
-        exact: Any = [type(c)(*(t.double() if isinstance(t, Tensor) else t for t in c)) for c in cache]
+        exact: Any = caches.to(cache, dtype=torch.float64)
         entering, decoder = cache, Decoder(model)
         decoder.load(cache)
         for _ in range(steps):
@@ -107,23 +159,66 @@ def test_every_model(name, options):
     check_steps(make_model(CONFIGS[name], **options))
 
 
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer(name, bits):
+    check_steps(make_model(LAYERS[name], bits=bits))
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("name", ["mlp-first", "mambas", "attention", "attention-window", "parallel", "moe-parallel"])
+def test_every_model_of_layers(name, options):
+    check_steps(make_model(LAYERS[name], **{key: option for key, option in options.items() if key != "d_intermediate"}))
+
+
+@pytest.mark.parametrize("name", ["attention-rope", "attention-window", "parallel"])
+def test_rows_of_other_lengths(name, monkeypatch):
+    """Some grow out of the room they had, and none of them at the same time."""
+    monkeypatch.setattr(decoder, "ROOM", 3)
+    check_steps(make_model(BLOCKS[name]), rows=4, steps=140, lengths=(61, 1, 40, 2))
+
+
+@pytest.mark.parametrize("block", LONG.values(), ids=LONG)
+def test_long_contexts(block):
+    """More tokens in sight than one piece has room for."""
+    check_steps(make_model(block), rows=3, steps=3, lengths=(700, 254, 3))
+
+
+def test_a_late_position():
+    """Angles count modulo a turn, however far a token is from the first."""
+    model = make_model(((AttentionConfig(8, 2, rope_theta=1e4, window=3),),))
+    with torch.no_grad():
+        _, cache = model(torch.tensor([[1, 2, 3]]))
+        late = tuple(c._replace(position_b=c.position_b + 3_000_000) for c in cache)
+        fused = Decoder(model)
+        fused.load(late)
+        want, _ = model.double().step(torch.tensor([1]), caches.to(late, dtype=torch.float64))
+    assert error(fused.step(torch.tensor([1])), want) < 1e-5
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 19])
-@pytest.mark.parametrize("name", ["mamba1", "mamba2-mlp", "mamba3-mimo"])
+@pytest.mark.parametrize(
+    "name", ["mamba1", "mamba2-mlp", "mamba3-mimo", "mambas", "attention", "attention-window", "parallel"]
+)
 def test_rows_do_not_matter(name, rows):
     """Each row to the last digit as it would be alone."""
-    model = make_model(CONFIGS[name], bits=4)
+    model = make_model(BLOCKS[name], bits=4)
     with torch.no_grad():
         ids_b, (_, cache) = torch.randint(VOCABULARY, (rows,)), model(torch.randint(VOCABULARY, (rows, 3)))
         together, alone = Decoder(model), Decoder(model)
         together.load(cache)
         logits_bw = together.step(ids_b)
         for row in range(rows):
-            alone.load([type(c)(*(t[row : row + 1] if isinstance(t, Tensor) else t for t in c)) for c in cache])
+            alone.load(caches.select(cache, [row]))
             assert torch.equal(alone.step(ids_b[row : row + 1])[0], logits_bw[row])
 
 
 def random_block(draw: random.Random) -> Any:
     """Sizes that are multiples of nothing."""
+    if draw.random() < 0.25:
+        kv, group, p = draw.randint(1, 3), draw.randint(1, 9), draw.randint(1, 40)
+        theta = {} if p % 2 else {"rope_theta": 10.0}
+        return AttentionConfig(draw.randint(1, 70), kv * group, kv, p, window=draw.choice([None, 1, 6]), **theta)
     heads, p, groups = draw.choice([2, 4, 6]), draw.choice([1, 3, 7, 20]), draw.choice([1, 2])
     if draw.random() < 0.3:
         return Mamba1Config(d_model=draw.randint(1, 70), state_rank=draw.randint(1, 19), conv_kernel=draw.randint(1, 5))
@@ -152,17 +247,18 @@ def larger_model(name: str) -> LanguageModel:
         "mamba1": Mamba1Config(d_model=256),
         "mamba2": Mamba2Config(d_model=256, state_rank=64, per_head_dim=32),
         "mamba3": Mamba3Config(d_model=256, state_rank=64, per_head_dim=32),
+        "attention": AttentionConfig(256, 8, 2, rope_theta=1e4),
     }
     return make_model(blocks[name], d_intermediate=256)
 
 
 @pytest.mark.parametrize("bits", [32, 4])
-@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "attention"])
 def test_threads_and_repeats_change_nothing(name, bits):
     model = larger_model(name) if bits == 32 else quantize(larger_model(name), bits)
     check_steps(model, rows=2, steps=2)
     with torch.no_grad():
-        _, cache = model(torch.ones(2, 1, dtype=torch.int64))
+        _, cache = model(torch.ones(2, 600 if name == "attention" else 1, dtype=torch.int64))
 
     def run() -> list[Tensor]:
         decoder = Decoder(model)
@@ -183,16 +279,18 @@ def test_every_instruction_set(isa):
     if isa not in library().usable or library().instruction_set == isa:
         pytest.skip(f"this machine has no {isa}, or this is it")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "every_block or odd_sizes or threads"]
+    command += ["-k", "every_block or every_layer or odd_sizes or threads or long_contexts"]
     environment = {**os.environ, "MAMBAKIT_ISA": isa, "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("bits", [32, 4])
-@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "mamba3-mimo"])
+@pytest.mark.parametrize(
+    "name", ["mamba1", "mamba2", "mamba3", "mamba3-mimo", "attention", "attention-window", "parallel"]
+)
 def test_generation_is_the_same(name, bits):
-    model = make_model(CONFIGS[name], bits=bits)
+    model = make_model(BLOCKS[name], bits=bits)
     prompts = [[1, 2, 3], [4], [5, 6]]
     for options in ({"temperature": 0}, {"seed": 3}, {"seed": 1, "stop": [7, 8, [9, 9]]}):
         runs = {b: stream(model, prompts, max_new_tokens=50, backend=b, **options) for b in ("auto", "torch", "cpu")}
@@ -215,9 +313,9 @@ def test_weights_are_read_anew_by_every_generation():
     assert torch.equal(again, generate(model, [1, 2], max_new_tokens=20, temperature=0, backend="torch"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mambas", "parallel", "moe-sigmoid"])
 def test_training_shows_after_the_next_load(name):
-    model, ids_b = make_model(CONFIGS[name]), torch.tensor([1, 2])
+    model, ids_b = make_model(BLOCKS[name]), torch.tensor([1, 2])
     decoder = Decoder(model)
     decoder.load(model.fresh_cache(2))
     before = decoder.step(ids_b)
@@ -237,10 +335,10 @@ def test_training_shows_after_the_next_load(name):
     assert error(before, want) > 1e-2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mambas", "parallel", "moe-sigmoid"])
 def test_memory_outlives_the_parameter(name):
     """Weights that are replaced do not show, none of them: a part of them would make a model that nobody trained."""
-    model, ids_b = make_model(CONFIGS[name]), torch.tensor([1])
+    model, ids_b = make_model(BLOCKS[name]), torch.tensor([1])
     with torch.no_grad():
         _, cache = model(torch.tensor([[3, 4]]))
     decoder = Decoder(model)
@@ -271,6 +369,13 @@ def with_step(model: LanguageModel) -> LanguageModel:
     return model
 
 
+def with_replaced(name: str, *shape: int) -> LanguageModel:
+    model = make_model(BLOCK, d_intermediate=8, tie_embeddings=False)
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, nn.Parameter(torch.zeros(shape)))
+    return model
+
+
 class Other(LanguageModel):
     pass
 
@@ -283,13 +388,21 @@ REFUSED = {
     "it is a Other": lambda: Other(ModelConfig(block=BLOCK, n_layer=1, vocab_size=9)),
     "MultiGate": lambda: make_model(BLOCK, multi_gate=MultiGateConfig(n_streams=2)),
     "leaves out a residual": lambda: make_model(BLOCK, ignore_first_residual=True),
-    "mixer norms dt, B and C": lambda: make_model(CONFIGS["mamba1-rms"]),
-    "mixer has ssm_multipliers": lambda: make_model(CONFIGS["mamba2-multipliers"]),
     "quaternions": lambda: make_model(CONFIGS["mamba3-quaternion"]),
     "in_proj has weights of torch.float64": lambda: make_model(BLOCK, dtype=torch.float64),
     "weights of torch.int8 in a form": lambda: quantize(make_model(BLOCK), 8).to(torch.bfloat16),
     "in_proj has weights of torch.uint8": lambda: quantize(make_model(BLOCK), 4, group_size=8),
+    "carry nothing": lambda: make_model(((MLPS["silu"],),)),
+    "in_proj.weight is (7, 8), expected (44, 8)": lambda: with_replaced("backbone.layers.1.mixer.in_proj.weight", 7, 8),
+    "D is (3,), expected (4,)": lambda: with_replaced("backbone.layers.0.mixer.D", 3),
+    "conv1d.weight is (24, 1, 3)": lambda: with_replaced("backbone.layers.0.mixer.conv1d.weight", 24, 1, 3),
+    "fc2.weight is (8, 3)": lambda: with_replaced("backbone.layers.0.mlp.fc2.weight", 8, 3),
+    "norm2.weight is (4,)": lambda: with_replaced("backbone.layers.0.norm2.weight", 4),
+    "norm_f.weight is (4,)": lambda: with_replaced("backbone.norm_f.weight", 4),
+    "embedding.weight is (9, 8)": lambda: with_replaced("backbone.embedding.weight", 9, 8),
+    "lm_head.weight is (56, 9)": lambda: with_replaced("lm_head.weight", 56, 9),
 }
+BAD_SIZES = [reason for reason in REFUSED if ".weight is" in reason or "D is" in reason]
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -299,7 +412,7 @@ def test_what_is_refused(reason):
     assert isinstance(make_decoder(model, "auto", 1), StepByStep)
     with pytest.raises(ValueError, match=r'cannot be decoded in one call \(backend "cpu"\)'):
         generate(model, [1], max_new_tokens=1, backend="cpu")
-    if not isinstance(model, Other):
+    if not isinstance(model, Other) and reason not in BAD_SIZES:
         generate(model, [1], max_new_tokens=3)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import mambakit as mk
-from blocks import CONFIGS, FAMILIES, MAKE, MAMBAS, make_block, random_cache, results, tensors_of, tokens
+from blocks import CONFIGS, FAMILIES, MAKE, make_block, random_cache, results, tensors_of, tokens
 from compare import GRADIENT, VALUE, check
 from mambakit.blocks.block import Block
 from mambakit.blocks.config import BlockConfig, check_positive
@@ -21,7 +21,7 @@ from mambakit.blocks.family import FAMILIES as RECORDS
 from mambakit.blocks.family import Family, FusedStep, family_of, presets, register
 from mambakit.cli.main import main
 from mambakit.inference.decoder import StepByStep, make_decoder
-from mambakit.kernels.cpu.decode import STEPS
+from mambakit.kernels.cpu.decode import PARTS, fields_of
 from test_trainer_runs import forked_runs
 
 F64 = torch.float64
@@ -204,15 +204,16 @@ class TestRecords:
         with pytest.raises(ValueError, match="block is a dict, expected one of Mamba1Config, Mamba2Config"):
             mk.StackConfig(block={}, n_layer=1)  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("name", MAMBAS)
+    @pytest.mark.parametrize("name", CONFIGS)
     def test_steps_are_told_in_the_words_of_the_kernels(self, name):
         block, family = make_block(name), family_of(CONFIGS[name])
         assert isinstance(family.step, FusedStep)
-        _, struct = STEPS[family.step.operation.name]
+        _, struct = PARTS[family.name]
         fields = {**family.step.fields(block), **family.step.prepared(block)}
-        assert set(fields) == {field for field, *_ in struct._fields_}
-        assert all(value is None or isinstance(value, Tensor | int | float) for value in fields.values())
-        assert family.step.places.keys() == block.cache_shapes(1).keys()
+        carried = [*family.step.places.values(), *(["slots"] if family.step.slots else [])]
+        assert sorted(fields_of(struct())) == sorted([*fields, *family.step.projections, *carried])
+        assert all(value is None or isinstance(value, Tensor | int | float | str) for value in fields.values())
+        assert family.step.places.keys() >= block.cache_shapes(1).keys()
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_sizes_and_properties_are_there(self, name):

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive
-from mambakit.blocks.family import Family, register
+from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import Linear
 from mambakit.ops.attention import ABSENT, attend, attend_one, filled, places
 from mambakit.ops.backends import may_overwrite
-from mambakit.ops.rope import turn, turns
+from mambakit.ops.rope import rates, turn, turns
 from mambakit.ops.segments import segment_starts
 from mambakit.ops.ssd_path import SsdPath
 
@@ -277,6 +277,19 @@ def pair_flops(config: AttentionConfig, tokens: int) -> float:
     return 4.0 * pairs * config.query_width
 
 
+def step_fields(block: Attention) -> dict[str, float]:
+    config = block.config
+    return {
+        **{"heads": config.n_heads, "kv_heads": config.kv_heads, "p": config.head_width},
+        **{"window": config.window or 0, "scale": config.softmax_scale, "angles": len(rates_of(config))},
+    }
+
+
+def rates_of(config: AttentionConfig) -> Tensor:
+    """By how much a position turns each of a head's angles."""
+    return torch.empty(0) if config.rope_theta is None else rates(config.rope_width, config.rope_theta)
+
+
 FAMILY = register(
     Family(
         name="attention",
@@ -290,5 +303,12 @@ FAMILY = register(
         flops=pair_flops,
         needed={"n_heads": 4},
         example={"d_model": 24, "n_kv_heads": 2, "rope_theta": 10_000.0},
+        step=FusedStep(
+            fields=step_fields,
+            prepared=lambda block: {"rates": rates_of(block.config)},
+            projections=("in_proj", "out_proj"),
+            places={"k_btgp": "k", "v_btgp": "v", "position_b": "position"},
+            slots=lambda block, cache, tokens: block.slots(cache.position_b + tokens),
+        ),
     )
 )

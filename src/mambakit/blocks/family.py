@@ -10,20 +10,27 @@ from typing import Any
 from torch import Tensor
 
 from mambakit.blocks.block import Block
-from mambakit.ops.operation import TorchOperation
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedStep:
     """A block's step in the words of the kernels that run it: the fields of their struct, without an address yet."""
 
-    operation: TorchOperation
-    fields: Callable[[Any], dict[str, Tensor | float | None]]
-    """Of a block: its parameters as they are, and numbers. Nothing is computed."""
+    fields: Callable[[Any], dict[str, Any]] = lambda block: {}
+    """Of a block: its parameters as they are, numbers and words. Nothing is computed."""
     prepared: Callable[[Any], dict[str, Tensor]] = lambda block: {}
     """Fields computed from a block's parameters, which they do not follow: for who keeps them over many tokens."""
-    places: Mapping[str, str]
+    projections: tuple[str, ...] = ()
+    """Its matrices, by the names of modules, or of parameters that stack several; some blocks may lack one."""
+    places: Mapping[str, str] = field(default_factory=dict)
     """What the kernels call each tensor of a cache."""
+    slots: Callable[[Any, Any, int], int] | None = None
+    """Of a block, a cache and a number of tokens to come: how long the axes in the cache's `grows` are after them."""
+    inside: Callable[[Any], tuple[Any, ...]] = lambda block: (block,)
+    """The blocks that it is the sum of, which all read its input: itself first, with others that carry nothing, or
+    others alone, whose caches make up its own."""
+    modules: tuple[type, ...] = ()
+    """Types of modules that no other blocks have."""
     why_not: Callable[[Any], str | None] = lambda block: None
     """What keeps a block, itself and its modules of the usual types, from being stepped so; None if nothing does."""
 

@@ -210,10 +210,14 @@ def step_fields(block: Mamba1) -> dict[str, Tensor | float | None]:
     }
 
 
-def why_not_decoded(block: Mamba1) -> str | None:
-    if block.config.dt_b_c_norm:
-        return "norms dt, B and C"
-    return None if type(block.dt_proj) is Linear else "has a quantized dt_proj"
+def norm_fields(block: Mamba1) -> dict[str, Any]:
+    """Of the norms on dt, B and C."""
+    config, names = block.config, ("dt_norm", "B_norm", "C_norm")
+    weighted = config.dt_b_c_norm and config.dt_b_c_norm_weight
+    return {
+        **{name: getattr(block, name).weight if weighted else None for name in names},
+        **{"dt_b_c_norm": config.dt_b_c_norm, "norm_eps": block.dt_norm.eps if weighted else config.norm_eps},
+    }
 
 
 FAMILY = register(
@@ -229,11 +233,11 @@ FAMILY = register(
         resolved={"dt_rank": "dt_width"},
         example={"d_model": 24, "state_rank": 5},
         step=FusedStep(
-            operation=MAMBA1_STEP,
-            fields=step_fields,
+            fields=lambda block: {**step_fields(block), **norm_fields(block)},
             prepared=lambda block: {"A": -torch.exp(block.A_log.detach())},
+            projections=("in_proj", "x_proj", "dt_proj", "out_proj"),
             places={"conv_bik": "window", "ssm_bir": "state"},
-            why_not=why_not_decoded,
+            why_not=lambda block: None if type(block.dt_proj) is Linear else "has a quantized dt_proj",
         ),
     )
 )

@@ -296,10 +296,12 @@ FAMILY = register(
         at_hand={"state_rank": 64},
         example={"d_model": 24, "state_rank": 10, "per_head_dim": 12, "ngroups": 2},
         step=FusedStep(
-            operation=MAMBA2_STEP,
-            fields=step_fields,
+            fields=lambda block: {
+                **step_fields(block),
+                **{f"{part}_scale": by for part, by in zip(PARTS, block.config.multipliers, strict=True)},
+            },
+            projections=("in_proj", "out_proj"),
             places={"conv_bvk": "window", "ssm_bhpr": "state"},
-            why_not=lambda block: None if set(block.config.multipliers) == {1} else "has ssm_multipliers",
         ),
     )
 )

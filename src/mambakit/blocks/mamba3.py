@@ -457,8 +457,8 @@ FAMILY = register(
         at_hand={"state_rank": 64},
         example={"d_model": 24, "state_rank": 12, "per_head_dim": 12},
         step=FusedStep(
-            operation=MAMBA3_STEP,
             fields=step_fields,
+            projections=("in_proj", "out_proj"),
             places={"ssm_bhpr": "state", "k_state_bmhr": "k_state", "v_state_bhp": "v_state", "rotation": "angle"},
             why_not=lambda block: None if block.config.rotation == "complex" else "rotates by quaternions",
         ),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks.config import BlockConfig, check_positive
-from mambakit.blocks.family import Family, register
+from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import Linear
 from mambakit.blocks.stateless import NoCache, Stateless
 from mambakit.ops.ssd_path import SsdPath
@@ -90,6 +90,10 @@ FAMILY = register(
         block=MLP,
         sizes={"d_hidden": ("fc2.weight", 1, "d_hidden")},
         example={"d_model": 24, "d_hidden": 40},
+        step=FusedStep(
+            fields=lambda block: {name: getattr(block.config, name) for name in ("activation", "gated", "gate_scale")},
+            projections=("fc1", "fc2"),
+        ),
         alone=False,
     )
 )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive
-from mambakit.blocks.family import Family, register
+from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.mlp import MLP, MLPConfig, activate, check_activation
 from mambakit.blocks.modules import Linear
 from mambakit.blocks.stateless import NoCache, Stateless
@@ -244,6 +244,17 @@ def balance_loss(model: nn.Module) -> Tensor | None:
     return torch.stack(found).mean() if found else None
 
 
+def step_fields(block: MoE) -> dict[str, Any]:
+    config = block.config
+    same = ("top_k", "groups", "top_groups", "activation", "gated", "normalize")
+    return {
+        **{name: getattr(config, name) for name in same},
+        **{"experts": config.n_experts, "hidden": config.d_hidden, "weight_scale": config.scale},
+        "rule": config.router,
+        "correction_bias": block.correction_bias if config.router == "sigmoid" else None,
+    }
+
+
 FAMILY = register(
     Family(
         name="moe",
@@ -258,6 +269,12 @@ FAMILY = register(
             2.0 * tokens * config.top_k * config.width * config.d_hidden * (3 if config.gated else 2)
         ),
         example={"d_model": 24, "d_hidden": 16, "n_experts": 4, "top_k": 2},
+        step=FusedStep(
+            fields=step_fields,
+            projections=("router", "experts_in", "experts_out", "latent_in", "latent_out"),
+            inside=lambda block: (block, block.shared) if block.config.d_shared else (block,),
+            modules=(Router,),
+        ),
         alone=False,
     )
 )

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from mambakit.blocks import block, family
 from mambakit.blocks.block import Block, Options
 from mambakit.blocks.config import BlockConfig, Config
-from mambakit.blocks.family import Family, family_of, register
+from mambakit.blocks.family import Family, FusedStep, family_of, register
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.ops.ssd_path import SsdPath
 
@@ -110,6 +110,7 @@ FAMILY = register(
         block=Parallel,
         sizes={},
         example={"a": MLPConfig(24, 40), "b": MLPConfig(24, 24, gated=False)},
+        step=FusedStep(inside=lambda block: (block.a, block.b)),
         alone=False,
     )
 )

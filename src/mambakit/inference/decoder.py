@@ -4,18 +4,20 @@ It is made for plain models in float32 on the CPU, their projections in float32 
 stands in a model's way; such a model is stepped module by module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import FAMILIES, FusedStep, family_of
-from mambakit.blocks.mlp import MLP, MLPConfig
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
+from mambakit.blocks.stateless import NoCache
 from mambakit.models.language_model import Backbone, LanguageModel
 from mambakit.models.layer import Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
@@ -25,12 +27,13 @@ from mambakit.ops.backends import overwriting, use_backend
 from mambakit.ops.decode import DECODE, Decoding
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
-PARTS = (LanguageModel, Backbone, Layer, MLP, Residual, nn.ModuleList)
-PARTS += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
+MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
+MODULES += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
 CALLED = ("forward", "step", "embed", "logits", "run", "scaled", "apart", "together")
-MATRICES = ("in_proj", "out_proj", "x_proj", "dt_proj", "fc1", "fc2")
-"""The projections of a block and of an MLP."""
+SHAPES: "WeakKeyDictionary[LanguageModel, tuple[Any, dict[str, tuple[int, ...]]]]" = WeakKeyDictionary()
+ROOM = 256
+"""Tokens for which there is room, at least, when a cache that grows is copied."""
 
 
 class StepByStep:
@@ -92,42 +95,130 @@ class Decoder:
         self._vocabulary = model.backbone.embedding.num_embeddings
         with torch.no_grad():
             self._decoding: Decoding = kernel(packed(model))
-        self._caches: list[Any] = []
         backbone = model.backbone
-        blocks: list[Any] = [backbone.layers[real].mixer for real in backbone.order]
-        self._steps = [(step_of(block), block.cache_shapes) for block in blocks]
+        self._layers: list[Any] = [backbone.layers[real] for real in backbone.order]
+        self._spots = [spot for layer in self._layers for spot in spots_of(layer)]
+        self._like = torch.empty(0, dtype=torch.float32)
+        self._rows = self._left = 0
+        self._caches: list[Any] = []
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
-        if len(cache) != len(self._steps):
-            raise ValueError(f"the cache is of {len(cache)} layers, but this model has {len(self._steps)}")
-        rows = len(cache[0][0])
-        for one, (_, shapes_of) in zip(cache, self._steps, strict=True):
-            for name, shape in shapes_of(rows).items():
-                tensor = getattr(one, name)
-                if (tuple(tensor.shape), tensor.dtype, tensor.device.type) != (shape, torch.float32, "cpu"):
-                    raise ValueError(
-                        f"cache.{name} is {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}, "
-                        f"expected {shape}, float32 on the CPU"
-                    )
-        self._caches = [copied(one) for one in cache]
-        pairs = zip(self._caches, self._steps, strict=True)
-        places = [{place: getattr(one, name) for name, place in step.places.items()} for one, (step, _) in pairs]
+        if len(cache) != len(self._layers):
+            raise ValueError(f"the cache is of {len(cache)} layers, but this model has {len(self._layers)}")
+        carried = [layer.apart(one) for layer, one in zip(self._layers, cache, strict=True)]
+        layers = zip(self._layers, carried, strict=True)
+        pairs = [(block, own.get(block, NoCache())) for layer, own in layers for _, block in layer.parts]
+        caches = [one for block, own in pairs for one in unfolded_cache(block, own)]
+        rows = len(next(t for one in caches for t in one if isinstance(t, Tensor)))
+        for block, own in pairs:
+            block.check_cache(own, rows, self._like)
+        for spot, one in zip(self._spots, caches, strict=True):
+            for name in spot.block.cache_shapes(rows):
+                if getattr(one, name).dtype != torch.float32:
+                    raise ValueError(f"cache.{name} is {getattr(one, name).dtype}, expected float32")
+        self._rows, self._caches = rows, [copied(one) for one in caches]
+        self._make_room(ROOM)
         with torch.no_grad():
-            self._decoding.load(places)
+            self._decoding.load(self._states())
 
     def step(self, ids_b: Tensor) -> Tensor:
         """One more token of every row."""
-        rows = len(self._caches[0][0]) if self._caches else 0
-        if not self._caches or tuple(ids_b.shape) != (rows,):
-            raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")
+        if not self._caches or tuple(ids_b.shape) != (self._rows,):
+            raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {self._rows} rows was loaded")
         if any(not 0 <= token < self._vocabulary for token in ids_b.tolist()):
             raise ValueError(f"ids_b has ids outside 0 to {self._vocabulary - 1}")
+        if self._left == 0:
+            # Twice as much every time, so that all the copying takes as long as the last.
+            self._make_room(max(ROOM, *(most_slots(one) for one in self._caches)))
+            self._decoding.move(self._states())
+        self._left -= 1
         return self._decoding.step(ids_b)
 
     def cache(self) -> tuple[Any, ...]:
         """A copy of the states, as the model's own `step` would return them."""
-        return tuple(copied(one) for one in self._caches)
+        pairs = zip(self._spots, self._caches, strict=True)
+        caches = iter([copied(with_slots(spot.block, one, 0)) for spot, one in pairs])
+        return tuple(layer.together([folded(block, caches) for _, block in layer.parts]) for layer in self._layers)
+
+    def _make_room(self, tokens: int) -> None:
+        """For so many more tokens in the caches that grow."""
+        pairs = zip(self._spots, self._caches, strict=True)
+        self._caches = [with_slots(spot.block, one, tokens) for spot, one in pairs]
+        self._left = tokens
+
+    def _states(self) -> list[dict[str, Tensor | int]]:
+        pairs = zip(self._spots, self._caches, strict=True)
+        return [states_of(step_of(spot.block), one) for spot, one in pairs]
+
+
+class Spot(NamedTuple):
+    """A block where a token passes it."""
+
+    block: Any
+    norm: Any
+    in_scale: float
+    scale: float
+    """Of what it adds."""
+    beside: bool
+    """Whether it reads what the block before it read."""
+
+
+def spots_of(layer: Any) -> Iterator[Spot]:
+    for norm, block in layer.parts:
+        yield from unfolded(Spot(block, norm, 1.0, layer.residual_scale, False))
+
+
+def unfolded(spot: Spot) -> Iterator[Spot]:
+    """`spot`, or those of the blocks inside of its block."""
+    config = spot.block.config
+    spot = spot._replace(in_scale=spot.in_scale * config.in_scale, scale=spot.scale * config.out_scale)
+    for place, block in enumerate(step_of(spot.block).inside(spot.block)):
+        one = spot._replace(block=block, beside=spot.beside or place > 0)
+        if block is spot.block:
+            yield one
+        else:
+            yield from unfolded(one)
+
+
+def unfolded_cache(block: Block, cache: Any) -> list[Any]:
+    """The caches of what `unfolded` finds."""
+    inside = step_of(block).inside(block)
+    if inside[0] is block:
+        return [cache, *(NoCache() for _ in inside[1:])]
+    return [found for one, own in zip(inside, cache, strict=True) for found in unfolded_cache(one, own)]
+
+
+def folded(block: Block, caches: Iterator[Any]) -> Any:
+    """The cache that `unfolded_cache` takes apart, of the next ones."""
+    inside = step_of(block).inside(block)
+    if inside[0] is block:
+        own, *_ = [next(caches) for _ in inside]
+        return own
+    return block.cache_class(*(folded(one, caches) for one in inside))
+
+
+def with_slots(block: Block, cache: Any, tokens: int) -> Any:
+    """`cache` as long as it is after so many more tokens, what is new being zero; the same where it does not grow."""
+    slots = step_of(block).slots
+    if slots is None:
+        return cache
+    length, changed = slots(block, cache, tokens), {}
+    for name, axis in cache.grows.items():
+        tensor = getattr(cache, name)
+        sides = [0, 0] * (tensor.dim() - 1 - axis) + [0, length - tensor.shape[axis]]
+        changed[name] = F.pad(tensor, sides)
+    return cache._replace(**changed)
+
+
+def states_of(step: FusedStep, cache: Any) -> dict[str, Tensor | int]:
+    """A cache in the words of the kernels."""
+    states = {place: getattr(cache, name) for name, place in step.places.items()}
+    return states if step.slots is None else {**states, "slots": most_slots(cache)}
+
+
+def most_slots(cache: Any) -> int:
+    return max((getattr(cache, name).shape[axis] for name, axis in getattr(cache, "grows", {}).items()), default=0)
 
 
 def packed(model: LanguageModel) -> decode.Model:
@@ -135,27 +226,37 @@ def packed(model: LanguageModel) -> decode.Model:
     backbone = model.backbone
     return decode.Model(
         embedding=backbone.embedding.weight,
-        layers=[packed_layer(backbone.layers[real]) for real in backbone.order],
+        embedding_scale=model.config.embedding_scale,
+        parts=[packed_part(spot) for real in backbone.order for spot in spots_of(backbone.layers[real])],
         norm_f=packed_norm(backbone.norm_f),
         head=model.lm_head.stored(),
+        logits_scale=model.config.logits_scale,
         vocab_size=model.config.vocab_size,
     )
 
 
-def packed_layer(layer: Any) -> decode.Layer:
-    block, mlp = layer.mixer, getattr(layer, "mlp", None)
-    step = step_of(block)
+def packed_part(spot: Spot) -> decode.Part:
+    block, step = spot.block, step_of(spot.block)
     # Aliases, for a parameter may be replaced while everything else is read where it lay.
-    own = SimpleNamespace(**{name: tensor.detach() for name, tensor in block.named_parameters(recurse=False)})
-    owners = [(owner, name) for owner in (block, mlp) for name in MATRICES if hasattr(owner, name)]
-    return decode.Layer(
-        step=step.operation.name,
+    own = {name: tensor.detach() for name, tensor in block.named_parameters(recurse=False)}
+    kept = SimpleNamespace(config=block.config, **own)
+    return decode.Part(
+        kind=family_of(block).name,
         fields=step.fields(block),
-        prepared=lambda: step.prepared(own),
-        matrices={name: getattr(owner, name).stored() for owner, name in owners},
-        norm=packed_norm(layer.norm),
-        norm2=None if mlp is None else packed_norm(layer.norm2),
+        prepared=lambda: step.prepared(kept),
+        projections={name: stored(getattr(block, name, None)) for name in step.projections},
+        carried=[*step.places.values(), *(["slots"] if step.slots is not None else [])],
+        norm=packed_norm(spot.norm)._replace(scale=spot.in_scale),
+        scale=spot.scale,
+        beside=spot.beside,
     )
+
+
+def stored(matrix: Any) -> few_rows.Weights | None:
+    """Of a projection, or of several in one parameter, one after the other."""
+    if isinstance(matrix, Tensor):
+        return few_rows.Weights(few_rows.FLOAT32, matrix.shape[-1], matrix.flatten(0, -2))
+    return None if matrix is None else matrix.stored()
 
 
 def packed_norm(norm: Any) -> decode.Norm:
@@ -185,8 +286,9 @@ def why_not(model: nn.Module) -> str | None:
         return "there are hooks on all modules"
     if type(model) is not LanguageModel:
         return f"it is a {type(model).__name__}"
+    kinds = known_modules()
     for name, module in model.named_modules():
-        reason = why_not_module(module)
+        reason = why_not_module(module, kinds)
         if reason is not None:
             return f"{name or 'the model'} {reason}"
     backbone = model.backbone
@@ -194,20 +296,21 @@ def why_not(model: nn.Module) -> str | None:
         return "it has class tokens or latents"
     if backbone.residual.gate_of is not None:
         return "it has MultiGate residuals"
-    if (model.config.embedding_scale, model.config.logits_scale) != (1, 1):
-        return "it scales embeddings or logits"
     if backbone.config.ignore_first_residual or backbone.config.ignore_last_residual:
         return "it leaves out a residual"
-    for name, tensor in model.named_parameters():
-        if tensor.dtype != torch.float32 or not few_rows.is_plain(tensor):
-            return f"{name} is {tensor.dtype} on {tensor.device}, expected contiguous float32 on the CPU"
-    return None
+    if all(block.cache_class is NoCache for layer in backbone.layers for _, block in layer.parts):  # type: ignore[union-attr]
+        return "its blocks carry nothing from token to token"
+    return why_not_tensors(model)
 
 
-def why_not_module(module: nn.Module) -> str | None:
-    # Of these very classes: a derived one may compute something else.
-    fused = (family.block for family in FAMILIES.values() if family.step is not None)
-    if type(module) not in (*PARTS, *fused):
+def known_modules() -> set[type]:
+    """Of these very classes: a derived one may compute something else."""
+    fused = [(family.block, family.step) for family in FAMILIES.values() if family.step is not None]
+    return {*MODULES, *(kind for block, step in fused for kind in (block, *step.modules))}
+
+
+def why_not_module(module: nn.Module, kinds: set[type]) -> str | None:
+    if type(module) not in kinds:
         return f"is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has hooks"
@@ -217,25 +320,47 @@ def why_not_module(module: nn.Module) -> str | None:
         return "renormalises its rows"
     if isinstance(module, nn.LayerNorm) and not module.elementwise_affine:
         return "has no weight"
-    if type(module) is Layer:
-        return why_not_layer(module)
-    if isinstance(module, MLP):
-        return None if module.config == MLPConfig(*sizes_of(module)) else "is no plain gated MLP with SiLU"
+    if type(module) is Layer and any(getattr(norm, "group_size", None) is not None for norm, _ in module.parts):
+        return "norms in groups"
     if isinstance(module, Block):
-        scales = module.config.in_scale, module.config.out_scale
-        return step_of(module).why_not(module) if scales == (1, 1) else "has scales"
+        return step_of(module).why_not(module)
     if isinstance(module, PROJECTIONS) and not few_rows.is_stored_well(module.stored()):
         return f"has weights of {module.stored().weight.dtype} in a form that the kernels do not read"
     return None
 
 
-def why_not_layer(layer: Layer) -> str | None:
-    if any(getattr(norm, "group_size", None) is not None for norm, _ in layer.parts):
-        return "norms in groups"
-    if [name for _, name in layer.names] not in (["mixer"], ["mixer", "mlp"]) or isinstance(layer.mixer, MLP):
-        return "is not one block, with or without an MLP"
-    return None if layer.residual_scale == 1 else "scales its residual"
+def why_not_tensors(model: LanguageModel) -> str | None:
+    """The first tensor that is not as the config says: the kernels trust it."""
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
+    for name, shape in shapes_of(model).items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            found: Any = stored_shape(model, name)
+        elif tensor.dtype == torch.float32 and few_rows.is_plain(tensor):
+            found = tuple(tensor.shape)
+        else:
+            found = f"{tensor.dtype} on {tensor.device}"
+        if found != shape:
+            return f"{name} is {found}, expected {shape}, contiguous float32 on the CPU"
+    return None
 
 
-def sizes_of(mlp: MLP) -> tuple[int, int]:
-    return mlp.config.d_model, mlp.config.d_hidden
+def stored_shape(model: LanguageModel, name: str) -> tuple[int, int] | str:
+    """Of the quantized weight of that name, if it is one."""
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if own != "weight" or not isinstance(module, PROJECTIONS):
+        return "missing"
+    stored = module.stored()
+    return stored.weight.shape[0], stored.columns
+
+
+def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    """What the config says of a model's parameters and buffers; remembered, as making them takes as long as many tokens."""
+    config, shapes = SHAPES.get(model, (None, {}))
+    if config is not model.config:
+        made = LanguageModel(model.config, device="meta")
+        named = (*made.named_parameters(remove_duplicate=False), *made.named_buffers())
+        shapes = {name: tuple(tensor.shape) for name, tensor in named}
+        SHAPES[model] = (model.config, shapes)
+    return shapes

@@ -1,6 +1,7 @@
-"""One token of every row through a whole language model: embedding, layers, norm and head as one operation.
+"""One token of every row through a whole language model: embedding, blocks, norm and head as one operation.
 
-The layers are fused steps in a row. Kernels only: where none takes a model, it is stepped module by module.
+Blocks are parts in a row, in the order in which a token passes them. Kernels only: where none takes a model, it is
+stepped module by module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,34 +19,47 @@ class Norm(NamedTuple):
     centred: bool
     """LayerNorm, otherwise RMSNorm."""
     eps: float
+    scale: float = 1.0
+    """What its output is multiplied by."""
 
 
-class Layer(NamedTuple):
-    step: str
-    """The operation of the block's fused step."""
-    fields: Mapping[str, Tensor | float | None]
-    """What that operation reads beside the token and the states, by name."""
+class Part(NamedTuple):
+    """A block behind its norm: `x += scale * block(norm(x))`."""
+
+    kind: str
+    """The block's family."""
+    fields: Mapping[str, Tensor | float | str | None]
+    """What the kernels read beside the token, the projections and the states, by name."""
     prepared: Callable[[], Mapping[str, Tensor]]
     """More of it, computed from parameters, which it does not follow: asked for anew with every load."""
-    matrices: Mapping[str, Weights]
-    """The projections of the block and of the gated MLP, if there is one."""
+    projections: Mapping[str, Weights | None]
+    carried: Sequence[str]
+    """The names of its states."""
     norm: Norm
-    norm2: Norm | None
+    scale: float
+    beside: bool
+    """It reads what the part before it read, without what that one added."""
 
 
 class Model(NamedTuple):
     embedding: Tensor
-    layers: Sequence[Layer]
+    embedding_scale: float
+    parts: Sequence[Part]
     norm_f: Norm
     head: Weights
+    logits_scale: float
     vocab_size: int
 
 
 class Decoding(Protocol):
     """A packed model. Parameters are read where they lie."""
 
-    def load(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from these states, by the names that fused steps give them; steps change them in place."""
+    def load(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+        """Go on from these states, those of each part by name; steps change them in place."""
+        ...
+
+    def move(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+        """The states lie here from now on."""
         ...
 
     def step(self, ids_b: Tensor) -> Tensor:

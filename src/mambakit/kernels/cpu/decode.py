@@ -11,25 +11,33 @@ from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.few_rows import matrix
 from mambakit.kernels.cpu.library import pointer, run
 from mambakit.kernels.cpu.structs import (
+    AttentionPart,
     Decode,
-    DecodeLayer,
     DecodeModel,
-    Mamba1Step,
-    Mamba2Step,
-    Mamba3Step,
-    Matrix,
+    DecodePart,
+    Mamba1Part,
+    Mamba2Part,
+    Mamba3Part,
+    MlpPart,
+    MoePart,
     Norm,
-    Struct,
 )
 from mambakit.ops import decode
 from mambakit.ops.few_rows import Weights
 
-STEPS: dict[str, tuple[int, type[Struct]]] = {
-    "mamba1_step": (1, Mamba1Step),
-    "mamba2_step": (2, Mamba2Step),
-    "mamba3_step": (3, Mamba3Step),
+PARTS: dict[str, tuple[int, type[Any]]] = {
+    "mamba1": (1, Mamba1Part),
+    "mamba2": (2, Mamba2Part),
+    "mamba3": (3, Mamba3Part),
+    "mlp": (4, MlpPart),
+    "attention": (5, AttentionPart),
+    "moe": (6, MoePart),
 }
-"""The fused steps by their operations, each with its number and struct in decode.h."""
+"""The kinds of parts, each with its number and struct in decode.h."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ROUTERS = ("softmax", "softmax_chosen", "sigmoid")
+WORDS = {word: number for words in (ACTIVATIONS, ROUTERS) for number, word in enumerate(words)}
+"""The numbers of part_mlp.h and part_moe.h."""
 
 
 class Decoding:
@@ -37,28 +45,32 @@ class Decoding:
 
     def __init__(self, model: decode.Model):
         self._held: list[Any] = []  # what the structs point to
-        self._steps: list[tuple[Struct, decode.Layer]] = []
-        self._layers = (DecodeLayer * len(model.layers))(*map(self._pack_layer, model.layers))
+        self._blocks: list[Any] = []
+        self._given = model.parts
+        self._parts = (DecodePart * len(model.parts))(*map(self._pack_part, model.parts))
         head = self._pack_matrix(model.head)
         head.rows = model.vocab_size  # the others only pad
         self._model = DecodeModel(
             width=model.embedding.shape[1],
-            layers=len(self._layers),
+            parts=len(self._parts),
             embedding=self._address(model.embedding),
-            layer=ctypes.addressof(self._layers),
+            part=ctypes.addressof(self._parts),
             norm_f=self._pack_norm(model.norm_f),
             head=head,
+            embedding_scale=model.embedding_scale,
+            logits_scale=model.logits_scale,
         )
 
-    def load(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def load(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+        self._prepared = [part.prepared() for part in self._given]  # kept alive
+        for block, prepared in zip(self._blocks, self._prepared, strict=True):
+            fill(block, prepared)
+        self.move(states)
+
+    def move(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
         self._states = states  # kept alive
-        self._prepared = [layer.prepared() for _, layer in self._steps]
-        for (step, _), prepared in zip(self._steps, self._prepared, strict=True):
-            for name, tensor in prepared.items():
-                setattr(step, name, pointer(tensor))
-        for layer, own in zip(self._layers, states, strict=True):
-            for name, tensor in own.items():
-                setattr(layer, name, pointer(tensor))
+        for block, own in zip(self._blocks, states, strict=True):
+            fill(block, own)
 
     def step(self, ids_b: Tensor) -> Tensor:
         ids_b = ids_b.contiguous()
@@ -69,22 +81,26 @@ class Decoding:
         run(Decode(model=model, batch=len(ids_b), ids=pointer(ids_b), logits=pointer(logits_bw)))
         return logits_bw
 
-    def _pack_layer(self, layer: decode.Layer) -> DecodeLayer:
-        number, struct = STEPS[layer.step]
-        names = layer.fields.keys() | layer.prepared().keys()
-        assert names == {name for name, *_ in struct._fields_}, "what is not given would be zero"
-        step = struct(
-            **{name: self._address(it) if isinstance(it, Tensor) else it for name, it in layer.fields.items()}
+    def _pack_part(self, part: decode.Part) -> DecodePart:
+        number, struct = PARTS[part.kind]
+        block: Any = struct()
+        given = part.fields.keys() | part.prepared().keys() | part.projections.keys() | set(part.carried)
+        assert given == set(fields_of(block)), "what is not given would be zero"
+        self._held += [value.detach() for value in part.fields.values() if isinstance(value, Tensor)]
+        fill(block, part.fields)
+        for name, weights in part.projections.items():
+            if weights is not None:
+                setattr(block, name, self._pack_matrix(weights))
+        self._blocks.append(block)
+        return DecodePart(
+            kind=number,
+            block=ctypes.addressof(block),
+            norm=self._pack_norm(part.norm),
+            scale=part.scale,
+            beside=part.beside,
         )
-        self._steps.append((step, layer))
-        packed = DecodeLayer(family=number, step=ctypes.addressof(step), norm=self._pack_norm(layer.norm))
-        if layer.norm2 is not None:
-            packed.norm2 = self._pack_norm(layer.norm2)
-        for name, weights in layer.matrices.items():
-            setattr(packed, name, self._pack_matrix(weights))
-        return packed
 
-    def _pack_matrix(self, weights: Weights) -> Matrix:
+    def _pack_matrix(self, weights: Weights) -> Any:
         self._held += [t.detach() for t in (weights.weight, weights.scales, weights.bias) if t is not None]
         return matrix(weights)
 
@@ -95,12 +111,26 @@ class Decoding:
             width=norm.weight.numel(),
             centred=norm.centred,
             eps=norm.eps,
+            scale=norm.scale,
         )
 
     def _address(self, tensor: Tensor) -> int:
         # An alias of its own keeps the memory, whatever becomes of the parameter.
         self._held.append(tensor.detach())
         return tensor.data_ptr()
+
+
+def fields_of(block: Any) -> list[str]:
+    """Of a part's struct and of the step's inside."""
+    return [name for struct in (block, block.step) for name, *_ in struct._fields_ if name != "step"]
+
+
+def fill(block: Any, values: Mapping[str, Any]) -> None:
+    """Set fields by name: tensors by their addresses, words by their numbers."""
+    own = {name for name, *_ in block._fields_}
+    for name, value in values.items():
+        value = pointer(value) if isinstance(value, Tensor) else value
+        setattr(block if name in own else block.step, name, WORDS[value] if isinstance(value, str) else value)
 
 
 decode.DECODE.implement(CPU, Decoding)

@@ -10,7 +10,8 @@ from mambakit.ops.few_rows import FEW_ROWS, GROUP, NF4, Weights
 
 
 def matrix(weights: Weights) -> Matrix:
-    """Its addresses, good for as long as the tensors live where they are."""
+    """Its addresses, good for as long as the tensors live where they are. ValueError for sizes that do not fit."""
+    check_sizes(weights)
     return Matrix(
         format=weights.format,
         rows=weights.weight.shape[0],
@@ -22,6 +23,18 @@ def matrix(weights: Weights) -> Matrix:
     )
 
 
+def check_sizes(weights: Weights) -> None:
+    (rows, stored), columns, group = weights.weight.shape, weights.columns, weights.group
+    groups = -(-columns // group) if group else 1
+    halves = weights.format == NF4
+    if group % GROUP or halves != (group > 0) or stored != (groups * group // 2 if halves else columns):
+        shape = tuple(weights.weight.shape)
+        raise ValueError(f"weight of shape {shape} does not hold {columns} columns in groups of {group}")
+    for name, tensor, count in (("scales", weights.scales, rows * groups), ("bias", weights.bias, rows)):
+        if tensor is not None and tensor.numel() != count:
+            raise ValueError(f"{name} has {tensor.numel()} elements, expected {count}")
+
+
 def multiply(
     x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, format: int, group: int
 ) -> list[Tensor]:
@@ -29,14 +42,6 @@ def multiply(
     columns = x.shape[-1] if format == NF4 else weight.shape[1]
     if x.dtype != torch.float32 or x.shape[-1] != columns:
         raise ValueError(f"x is {x.dtype} and {x.shape[-1]} wide, expected float32 and {columns}")
-    rows, groups = weight.shape[0], 1 if not group else -(-columns // group)
-    halves = format == NF4
-    if group % GROUP or halves != (group > 0) or (halves and weight.shape[1] * 2 != groups * group):
-        raise ValueError(f"weight of shape {tuple(weight.shape)} does not hold {columns} columns in groups of {group}")
-    if scales is not None and scales.numel() != rows * groups:
-        raise ValueError(f"scales has {scales.numel()} elements, expected {rows * groups}")
-    if bias is not None and bias.numel() != rows:
-        raise ValueError(f"bias has {bias.numel()} elements, expected {rows}")
     tensors = [t if t is None else t.contiguous() for t in (weight, scales, bias)]
     stored = matrix(Weights(format, columns, *tensors, group))  # type: ignore[arg-type]
     x = x.contiguous()

@@ -72,10 +72,22 @@ Mamba3Step{int64_t heads, p, r, groups, ranks, angles; bool half, heavy_tail; po
 Mamba3Carried{pointer state, k_state, v_state, angle;}
 Mamba3StepCall{Mamba3Step step; int64_t batch; pointer projected; Mamba3Carried before, after; pointer out;}
   mamba3_step(Mamba3StepCall)
-Norm{pointer weight, bias; int64_t width, centred; double eps;}
-DecodeLayer{int64_t family; pointer step; Norm norm, norm2; Matrix in_proj, out_proj, x_proj, dt_proj, fc1, fc2;
-  pointer state, window, k_state, v_state, angle;}
-DecodeModel{int64_t width, layers; pointer embedding, layer; Norm norm_f; Matrix head;}
+Norm{pointer weight, bias; int64_t width, centred; double eps; float scale;}
+Mamba1Part{Mamba1Step step; Matrix in_proj, x_proj, dt_proj, out_proj; bool dt_b_c_norm; pointer dt_norm,
+  B_norm, C_norm; float norm_eps; pointer window, state;}
+Mamba2Part{Mamba2Step step; Matrix in_proj, out_proj; float z_scale, x_scale, B_scale, C_scale, dt_scale; pointer
+  window, state;}
+Mamba3Part{Mamba3Step step; Matrix in_proj, out_proj; pointer state, k_state, v_state, angle;}
+MlpStep{int64_t activation; bool gated; float gate_scale;}
+MlpPart{MlpStep step; Matrix fc1, fc2;}
+AttentionStep{int64_t heads, kv_heads, p, window; float scale; int64_t angles; pointer rates;}
+AttentionPart{AttentionStep step; Matrix in_proj, out_proj; pointer k, v, position; int64_t slots;}
+MoeStep{int64_t experts, top_k, hidden, groups, top_groups, rule, activation; bool gated, normalize; float
+  weight_scale; pointer correction_bias;}
+MoePart{MoeStep step; Matrix router, experts_in, experts_out, latent_in, latent_out;}
+DecodePart{int64_t kind; pointer block; Norm norm; float scale; bool beside;}
+DecodeModel{int64_t width, parts; pointer embedding, part; Norm norm_f; Matrix head; float embedding_scale,
+  logits_scale;}
 Decode{pointer model; int64_t batch; pointer ids, logits;} decode(Decode)
 LargePages{pointer start; int64_t bytes;} large_pages(LargePages)
 VectorFunction{int64_t which; pointer x, y; int64_t n;} vector_function(VectorFunction)

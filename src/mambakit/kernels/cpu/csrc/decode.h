@@ -1,150 +1,36 @@
-// A whole language model on one token of every row: embedding, layers, norm and head in one call.
+// A whole language model on one token of every row: embedding, parts, norm and head in one call.
 //
-// Three or four parallel regions per layer, since each costs microseconds. Where a row is wanted whole by all threads
-// (norms, gates), each makes its own copy instead of waiting for another. States change in place.
+// Two to four parallel regions per part, since each costs microseconds.
 #pragma once
 
-#include "border.h"
-#include "matvec.h"
-#include "rows.h"
-#include "step_mamba1.h"
-#include "step_mamba2.h"
-#include "step_mamba3.h"
-#include "threads.h"
+#include "part.h"
+#include "part_attention.h"
+#include "part_mamba.h"
+#include "part_mlp.h"
+#include "part_moe.h"
 
 namespace MK_ISA {
 
-struct Norm {
-    MK_FIELDS(Norm,
-        const float *weight, *bias;  // [width]; bias may be null
-        int64_t width;
-        int64_t centred;  // LayerNorm, otherwise RMSNorm
-        double eps;
-    )
-};
-
-struct DecodeLayer {
-    MK_FIELDS(DecodeLayer,
-        int64_t family;    // 1, 2 or 3
-        const void* step;  // Mamba1Step, Mamba2Step or Mamba3Step
-        Norm norm, norm2;
-        Matrix in_proj, out_proj;
-        Matrix x_proj, dt_proj;  // of Mamba-1
-        Matrix fc1, fc2;         // of the gated MLP; no rows: there is none
-        float *state, *window, *k_state, *v_state, *angle;  // what the family carries, for all rows
+struct DecodePart {
+    MK_FIELDS(DecodePart,
+        int64_t kind;       // as in run_part
+        const void* block;  // Mamba1Part and so on
+        Norm norm;
+        float scale;
+        bool beside;  // reads what the part before it read, without what that one added
     )
 };
 
 struct DecodeModel {
     MK_FIELDS(DecodeModel,
-        int64_t width, layers;
+        int64_t width, parts;
         const float* embedding;  // [vocabulary][width]
-        const DecodeLayer* layer;
+        const DecodePart* part;
         Norm norm_f;
         Matrix head;
+        float embedding_scale, logits_scale;
     )
 };
-
-static void normalise(const Norm& norm, const float* x, float* y) {
-    const int64_t n = norm.width;
-    vf mean = {};
-    if (norm.centred) {
-        vf total = {};
-        each_vector(n, [&](int64_t i, int64_t count) { total += load_part(x + i, count); });
-        mean = splat(sum(total) / n);
-        each_vector(n, [&](int64_t i, int64_t count) { store_part(y + i, load_part(x + i, count) - mean, count); });
-        x = y;
-    }
-    const vf scale = splat(inverse_rms(x, n, (float)norm.eps));
-    each_vector(n, [&](int64_t i, int64_t count) {
-        vf normed = load_part(x + i, count) * scale * load_part(norm.weight + i, count);
-        if (norm.bias) normed += load_part(norm.bias + i, count);
-        store_part(y + i, normed, count);
-    });
-}
-
-// The product of `m` with the rows that `make` makes, each thread for itself.
-template <class Make>
-static void project(const Matrix& m, int64_t batch, const Results& to, const Make& make) {
-    over_rows(m, [&](int64_t begin, int64_t end) {
-        multiply(m, begin, end, make_rows(m, batch, make), stored_columns(m), batch, to);
-    });
-}
-
-static void project_normed(const Matrix& m, const Norm& norm, int64_t batch, const float* x, float* y) {
-    project(m, batch, {y, m.rows, false}, [&](int64_t row, float* to) { normalise(norm, x + row * norm.width, to); });
-}
-
-static void decode_mamba1(const DecodeLayer& l, int64_t batch, float* residual) {
-    const Mamba1Step& s = *(const Mamba1Step*)l.step;
-    const int64_t i = s.channels, rank = l.dt_proj.columns, small = rank + 2 * s.r;
-    float* projected = scratch<DECODE_PROJECTED>(batch * 2 * i);
-    float* x = scratch<DECODE_INNER>(2 * batch * i);
-    float *out = x + batch * i, *dt_b_c = scratch<DECODE_SMALL>(batch * small), *dt = scratch<DECODE_DT>(batch * i);
-    over_rows(l.in_proj, [&](int64_t begin, int64_t end) {
-        const float* rows = make_rows(l.in_proj, batch, [&](int64_t row, float* to) {
-            normalise(l.norm, residual + row * l.norm.width, to);
-        });
-        multiply(l.in_proj, begin, end, rows, stored_columns(l.in_proj), batch, {projected, 2 * i, false});
-        // The channels just computed, as far as they are values and not gates.
-        const int64_t stop = least(end, i);
-        for (int64_t row = 0; row < batch && begin < stop; row++) {
-            float* window = l.window + row * i * s.k;
-            mamba1_step_conv(s, projected + row * 2 * i, window, window, x + row * i, begin, stop);
-        }
-    });
-    over_rows(l.x_proj, [&](int64_t begin, int64_t end) {
-        multiply(l.x_proj, begin, end, filled_up(l.x_proj, x, batch), stored_columns(l.x_proj), batch,
-                 {dt_b_c, small, false});
-    });
-    auto scan = [&](int64_t begin, int64_t end) {
-        multiply(l.dt_proj, begin, end, dt_b_c, small, batch, {dt, i, false});
-        for (int64_t row = 0; row < batch; row++) {
-            float* state = l.state + row * i * s.r;
-            const float* b = dt_b_c + row * small + rank;
-            mamba1_step_scan(s, projected + row * 2 * i, x + row * i, dt + row * i, b, b + s.r, state, state,
-                             out + row * i, begin, end);
-        }
-    };
-    if (batch * i * s.r < STEP_ALONE) scan(0, i);
-    else parallel(i, scan);
-    project(l.out_proj, batch, {residual, l.norm.width, true},
-            [&](int64_t row, float* to) { copy(out + row * i, i, to); });
-}
-
-static void decode_mamba2(const DecodeLayer& l, int64_t batch, float* residual) {
-    const Mamba2Step& s = *(const Mamba2Step*)l.step;
-    const int64_t wide = s.projected(), inner = s.mlp + s.width();
-    float *projected = scratch<DECODE_PROJECTED>(batch * wide), *out = scratch<DECODE_INNER>(batch * inner);
-    project_normed(l.in_proj, l.norm, batch, residual, projected);
-    mamba2_step_heads({s, batch, projected, l.window, l.window, l.state, l.state, out});
-    project(l.out_proj, batch, {residual, l.norm.width, true}, [&](int64_t row, float* to) {
-        copy(out + row * inner + s.mlp, s.width(), to + s.mlp);
-        mamba2_step_finish(s, projected + row * wide, to);
-    });
-}
-
-static void decode_mamba3(const DecodeLayer& l, int64_t batch, float* residual) {
-    const Mamba3Step& s = *(const Mamba3Step*)l.step;
-    float *projected = scratch<DECODE_PROJECTED>(batch * s.projected()), *out = scratch<DECODE_INNER>(batch * s.width());
-    const Mamba3Carried carried = {l.state, l.k_state, l.v_state, l.angle};
-    project_normed(l.in_proj, l.norm, batch, residual, projected);
-    mamba3_step({s, batch, projected, carried, carried, out});
-    project(l.out_proj, batch, {residual, l.norm.width, true},
-            [&](int64_t row, float* to) { copy(out + row * s.width(), s.width(), to); });
-}
-
-static void decode_mlp(const DecodeLayer& l, int64_t batch, float* residual) {
-    const int64_t hidden = l.fc2.columns;
-    float* both = scratch<DECODE_PROJECTED>(batch * 2 * hidden);
-    project_normed(l.fc1, l.norm2, batch, residual, both);
-    project(l.fc2, batch, {residual, l.norm.width, true}, [&](int64_t row, float* to) {
-        const float *value = both + row * 2 * hidden, *gate = value + hidden;
-        each_vector(hidden, [&](int64_t i, int64_t count) {
-            store_part(to + i, load_part(value + i, count) * vsilu(load_part(gate + i, count)), count);
-        });
-    });
-}
 
 struct Decode {
     MK_FIELDS(Decode,
@@ -155,19 +41,41 @@ struct Decode {
     )
 };
 
+static void run_part(const DecodePart& part, int64_t batch, const float* input, float* residual) {
+    const Passing x = {part.norm, batch, input, {residual, part.norm.width, true, part.scale}};
+    if (part.kind == 1) run_part(*(const Mamba1Part*)part.block, x);
+    if (part.kind == 2) run_part(*(const Mamba2Part*)part.block, x);
+    if (part.kind == 3) run_part(*(const Mamba3Part*)part.block, x);
+    if (part.kind == 4) run_part(*(const MlpPart*)part.block, x);
+    if (part.kind == 5) run_part(*(const AttentionPart*)part.block, x);
+    if (part.kind == 6) run_part(*(const MoePart*)part.block, x);
+}
+
 static void decode(const Decode& call) {
     const DecodeModel& model = *call.model;
     const int64_t batch = call.batch, width = model.width;
     float* residual = scratch<DECODE_RESIDUAL>(batch * width);
-    for (int64_t row = 0; row < batch; row++)
-        copy(model.embedding + call.ids[row] * width, width, residual + row * width);
-    for (const DecodeLayer* layer = model.layer; layer < model.layer + model.layers; layer++) {
-        if (layer->family == 1) decode_mamba1(*layer, batch, residual);
-        if (layer->family == 2) decode_mamba2(*layer, batch, residual);
-        if (layer->family == 3) decode_mamba3(*layer, batch, residual);
-        if (layer->fc1.rows) decode_mlp(*layer, batch, residual);
+    for (int64_t row = 0; row < batch; row++) {
+        const float* embedded = model.embedding + call.ids[row] * width;
+        each_vector(width, [&](int64_t i, int64_t count) {
+            store_part(residual + row * width + i, splat(model.embedding_scale) * load_part(embedded + i, count), count);
+        });
     }
-    project_normed(model.head, model.norm_f, batch, residual, call.logits);
+    const float* input = residual;
+    for (int64_t q = 0; q < model.parts; q++) {
+        const bool shared = q + 1 < model.parts && model.part[q + 1].beside;
+        if (!model.part[q].beside) {
+            input = residual;
+            if (shared) {
+                float* kept = scratch<DECODE_INPUT>(batch * width);
+                copy(residual, batch * width, kept);
+                input = kept;
+            }
+        }
+        run_part(model.part[q], batch, input, residual);
+    }
+    const Passing last = {model.norm_f, batch, residual, {}};
+    project_normed(model.head, last, {call.logits, model.head.rows, false, model.logits_scale});
 }
 
 }  // namespace MK_ISA

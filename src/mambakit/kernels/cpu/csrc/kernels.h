@@ -44,9 +44,11 @@
 
 // The structs inside of those.
 #define MK_PARTS(part)                                                                                          \
-    part(Conv) part(DecodeLayer) part(DecodeModel) part(Finish) part(Mamba1Step) part(Mamba2Step)               \
-    part(Mamba3Carried) part(Mamba3Step) part(Matrix) part(Norm) part(Pairs) part(Prepare) part(Ranks)          \
-    part(scan::PerToken) part(scan::Scan) part(Side) part(ssd::Sequence) part(ssd::Ssd) part(Turns)
+    part(AttentionPart) part(AttentionStep) part(Conv) part(DecodeModel) part(DecodePart) part(Finish)          \
+    part(Mamba1Part) part(Mamba1Step) part(Mamba2Part) part(Mamba2Step) part(Mamba3Carried) part(Mamba3Part)    \
+    part(Mamba3Step) part(Matrix) part(MlpPart) part(MlpStep) part(MoePart) part(MoeStep) part(Norm)            \
+    part(Pairs) part(Prepare) part(Ranks) part(scan::PerToken) part(scan::Scan) part(Side)                      \
+    part(ssd::Sequence) part(ssd::Ssd) part(Turns)
 
 #define MK_JOIN_(a, b, c) a##b##_##c
 #define MK_JOIN(a, b, c) MK_JOIN_(a, b, c)

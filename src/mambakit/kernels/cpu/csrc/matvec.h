@@ -11,11 +11,12 @@
 
 namespace MK_ISA {
 
-// Where results go: y[b * stride + row], on top of what is there if `add`.
+// Where results go: y[b * stride + row], times `scale`, on top of what is there if `add`.
 struct Results {
     float* y;
     int64_t stride;
     bool add;
+    float scale = 1.0f;
 };
 
 // Up to 4 rows of x; those beyond `count` repeat the last one, and their results are dropped.
@@ -121,7 +122,7 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
         for (int b = 0; b < B; b++) {
             if (b >= x.count) break;
             float* y = to.y + b * to.stride + row + r;
-            const float value = sum(sums.of[r][b]) * scale + bias;
+            const float value = (sum(sums.of[r][b]) * scale + bias) * to.scale;
             *y = to.add ? *y + value : value;
         }
     }
@@ -152,7 +153,7 @@ static void multiply_all(
                 inputs.row[b] = x + (4 * pass + least(b, inputs.count - 1)) * x_stride;
             const int64_t next = passes == 1 ? AHEAD : (piece + pass * piece / passes) * pitch;
             const Ahead ahead = {m.weight, row * pitch + next, passes};
-            const Results part = {to.y + 4 * pass * to.stride, to.stride, to.add};
+            const Results part = {to.y + 4 * pass * to.stride, to.stride, to.add, to.scale};
             constexpr int TOGETHER = __is_same(Weights, Float32Weights) ? 8 : 4;
             if (inputs.count == 1) multiply_rows<Weights, TOGETHER, 1>(m, row, stop, inputs, ahead, part);
             else if (inputs.count == 2) multiply_rows<Weights, 4, 2>(m, row, stop, inputs, ahead, part);

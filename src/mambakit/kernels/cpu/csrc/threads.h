@@ -68,11 +68,16 @@ enum Slot {
     PRODUCT_SCALES,
     STEP_ROWS,  // the calling thread's
     STEP_HEAD,
+    STEP_SCORES,
     DECODE_RESIDUAL,  // the calling thread's, like those that follow
+    DECODE_INPUT,
     DECODE_PROJECTED,
     DECODE_INNER,
     DECODE_SMALL,
     DECODE_DT,
+    DECODE_CHOICES,
+    DECODE_NORMED,
+    DECODE_GATHERED,
 };
 
 // At least `floats` floats on a 64-byte boundary, not cleared, valid until this thread's next call of the same `slot`.
