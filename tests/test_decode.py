@@ -26,6 +26,7 @@ from mambakit import (
     MoEConfig,
     MultiGateConfig,
     ParallelConfig,
+    PrefixCache,
     generate,
     quantize,
     stream,
@@ -300,6 +301,16 @@ def test_generation_is_the_same(name, bits):
         assert apart(runs["auto"].cache, runs["torch"].cache) < 1e-4
         more = [generate(model, [[3]] * 3, max_new_tokens=5, cache=run.cache, temperature=0) for run in runs.values()]
         assert torch.equal(more[0], more[1])
+
+
+@pytest.mark.parametrize("name", ["attention", "attention-window", "parallel", "moe-sigmoid"])
+def test_known_prefixes_of_hybrids(name):
+    model, known = make_model(BLOCKS[name]), PrefixCache()
+    prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7], [1, 2]]
+    options: Any = {"max_new_tokens": 20, "temperature": 0}
+    want = generate(model, prompts, backend="torch", **options)
+    for _ in range(2):
+        assert torch.equal(generate(model, prompts, prefix_cache=known, prefill_chunk=2, **options), want)
 
 
 def test_weights_are_read_anew_by_every_generation():

@@ -30,7 +30,7 @@ PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
 MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
 MODULES += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
-CALLED = ("forward", "step", "embed", "logits", "run", "scaled", "apart", "together")
+CALLED = ("forward", "step", "embed", "logits", "run", "scaled", "apart", "together", "route", "mix")
 SHAPES: "WeakKeyDictionary[LanguageModel, tuple[Any, dict[str, tuple[int, ...]]]]" = WeakKeyDictionary()
 ROOM = 256
 """Tokens for which there is room, at least, when a cache that grows is copied."""
@@ -356,7 +356,7 @@ def stored_shape(model: LanguageModel, name: str) -> tuple[int, int] | str:
 
 
 def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    """What the config says of a model's parameters and buffers; remembered, as making them takes as long as many tokens."""
+    """What the config says of a model's parameters and buffers; remembered, as it takes as long as many tokens."""
     config, shapes = SHAPES.get(model, (None, {}))
     if config is not model.config:
         made = LanguageModel(model.config, device="meta")
