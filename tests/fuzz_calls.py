@@ -252,7 +252,8 @@ def make_call(draw: random.Random) -> Call:
         call.arguments = tree_map_only(
             Tensor, lambda tensor: made(partial(of_kind, kind, tensor), tensor), call.arguments
         )
-        if kind == "fake":
+        tensors = [t for t in tree_leaves(call.arguments) if isinstance(t, Tensor)]
+        if all(isinstance(t, FakeTensor) for t in tensors):
             call.around = fake_mode
     return call
 
