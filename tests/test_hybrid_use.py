@@ -8,12 +8,13 @@ from transformers import AutoModelForCausalLM
 
 import mambakit as mk
 from compare import check, with_gradients
-from hybrid_models import theirs
+from hybrid_models import KINDS, theirs
 from mambakit import caches
 from mambakit.cli.main import main
 from mambakit.compat.auto import MambakitForCausalLM
 from mambakit.inference.decoder import Decoder, make_decoder
-from mambakit.inference.export import export_prefill, export_step, fresh_state
+from mambakit.inference.export import export_step
+from mambakit.kernels.cpu.library import why_missing
 from mambakit.models.quantization import QuantizedLinear
 from mambakit.text.tokens import Bytes
 from mambakit.tools.checks import checks_of
@@ -93,6 +94,10 @@ def test_quantized(name, bits):
     assert found.tolist() == [greedy(model, prompt, 6) for prompt in PROMPTS]
 
 
+needs_kernels = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
+
+
+@needs_kernels
 @every
 @torch.no_grad()
 def test_one_call_per_token(name):
@@ -104,6 +109,24 @@ def test_one_call_per_token(name):
     found = torch.stack([decoder.step(token) for token in tokens[:, 4:].unbind(1)], 1)
     close(found, model(tokens)[0][:, 4:])
     check(1e-5, flat(decoder.cache()), flat(model(tokens)[1]))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", KINDS)
+def test_models_of_transformers(name, tmp_path):
+    """They decode in one call per token, and train."""
+    theirs(name).save_pretrained(tmp_path)
+    model, tokens = load(tmp_path), ids(2, 12)
+    with torch.no_grad():
+        _, cache = model(tokens[:, :4])
+        decoder = make_decoder(model, "auto", 1)
+        assert isinstance(decoder, Decoder)
+        decoder.load(cache)
+        found = torch.stack([decoder.step(token) for token in tokens[:, 4:].unbind(1)], 1)
+        close(found, model(tokens)[0][:, 4:])
+    model.train()
+    model(tokens)[0].square().mean().backward()
+    assert not [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 
 
 @every
@@ -166,17 +189,11 @@ def plain_empty():
 
 
 @every
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@torch.no_grad()
-def test_exported(name, plain_empty):
-    model = make(name)
-    prefill, step = export_prefill(model, 9).module(), export_step(model).module()
-    for batch in (1, 3):
-        tokens = ids(batch, 10)
-        logits, *state = prefill(tokens[:, :9], *fresh_state(model, batch))
-        want = model(tokens)[0]
-        close(logits, want[:, :9])
-        close(step(tokens[:, 9], *state)[0], want[:, 9])
+def test_what_cannot_be_exported(name):
+    """Models without attention can, in test_export.py."""
+    growing = {"dense": "layer1", "experts": "layer1", "parallel": "layer0"}[name]
+    with pytest.raises(ValueError, match=f"the keys and values of {growing} grow with the text.*without attention"):
+        export_step(make(name))
 
 
 @every
@@ -213,6 +230,7 @@ class TestCommands:
         want = load(tmp_path / "theirs").state_dict()
         assert all(torch.equal(t, want[n]) for n, t in load(tmp_path / "back").state_dict().items())
 
+    @needs_kernels
     def test_doctor_checks_a_hybrid(self):
         found = {what: measure for what, measure, _ in checks_of("cpu", torch.float32, 1e-5, 1e-4)}
         for what in ("hybrid, forward = step", "hybrid, a model's token in one call"):
