@@ -17,7 +17,7 @@ import mambakit
 from mambakit.serving import chat_completions, completions, embeddings, responses
 from mambakit.serving.door import Door
 from mambakit.serving.errors import ERROR_SCHEMA, ApiError
-from mambakit.serving.exchange import ClientGone, Events, Json, error_response, read_json, until_gone
+from mambakit.serving.exchange import ClientGoneError, Events, Json, error_response, read_json, until_gone
 from mambakit.serving.schema import Schema, check, record, text
 from mambakit.serving.service import Service
 
@@ -105,7 +105,7 @@ def make_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[str]
         routes=routes(service),
         middleware=[door],
         lifespan=lifespan,
-        exception_handlers={HTTPException: refused, ApiError: refused, ClientGone: gone, Exception: failed},
+        exception_handlers={HTTPException: refused, ApiError: refused, ClientGoneError: gone, Exception: failed},
     )
     app.router.redirect_slashes = False
     return app

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +18,7 @@ BODY_SECONDS = 60.0
 """A body that takes longer to arrive is not waited for."""
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """Nobody is left to answer."""
 
 
@@ -50,7 +50,7 @@ async def read_json(request: Request, most: int) -> dict[str, Any]:
     except asyncio.TimeoutError as error:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from error
     except ClientDisconnect as error:
-        raise ClientGone from error
+        raise ClientGoneError from error
     try:
         # Large ones beside the event loop, which meanwhile serves the others.
         value = parse(body) if len(body) < 1 << 16 else await asyncio.to_thread(parse, body)
@@ -86,14 +86,14 @@ def parse(body: bytes) -> Any:
     return json.loads(body.decode("utf-8"), parse_constant=refuse)
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns; ClientGone, and `work` cancelled, when the client goes away first."""
+async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
+    """What `work` returns; ClientGoneError, and `work` cancelled, when the client goes away first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientGoneError
         return task.result()
     finally:
         for one in (task, gone):
@@ -123,7 +123,7 @@ class Events(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_gone(receive, self._send(send))
-        except ClientGone:
+        except ClientGoneError:
             pass
         finally:
             self._close()

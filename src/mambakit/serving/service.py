@@ -15,7 +15,7 @@ from mambakit.serving.errors import ApiError, bad, overloaded
 from mambakit.serving.metrics import Metrics
 from mambakit.serving.schema import Schema, array, integer, not_built, number, optional, record, text
 from mambakit.serving.store import Store
-from mambakit.serving.worker import NotBegun, Worker
+from mambakit.serving.worker import NotBegunError, Worker
 from mambakit.text.chat import Chat
 from mambakit.text.tokens import Tokens
 
@@ -36,7 +36,7 @@ COMMON: dict[str, Schema] = {
     "stop": {"anyOf": [text(minLength=1), array(text(minLength=1), maxItems=16), {"type": "null"}]},
     "stream": FLAG,
     "stream_options": optional(
-        record({name: FLAG for name in ("include_usage", "continuous_usage_stats", "include_obfuscation")})
+        record(dict.fromkeys(("include_usage", "continuous_usage_stats", "include_obfuscation"), FLAG))
     ),
     "ignore_eos": FLAG,
     "frequency_penalty": not_built("number", minimum=0, maximum=0),
@@ -164,7 +164,7 @@ class Generation:
         try:
             while left:
                 found = await ready.get()
-                if isinstance(found, NotBegun):
+                if isinstance(found, NotBegunError):
                     raise overloaded("the request waited for too long", status=503, seconds=5) from found
                 if isinstance(found, ValueError):
                     raise bad(str(found)) from found

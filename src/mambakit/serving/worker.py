@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 LOG = logging.getLogger("mambakit.serving")
 
 
-class NotBegun(RuntimeError):
+class NotBegunError(RuntimeError):
     """A request ended before the engine took it."""
 
 
@@ -128,7 +128,7 @@ class Worker:
         def run() -> Iterator[None]:
             last = None
             try:
-                for last in steps:
+                for last in steps:  # noqa: B007
                     if future.cancelled():
                         return
                     yield
@@ -168,7 +168,7 @@ class Worker:
         for answer in list(self._answers):
             answer.cancelled = True
         for answer, _, _ in self._inbox:
-            answer.fail(NotBegun("the server is stopping"))
+            answer.fail(NotBegunError("the server is stopping"))
         self._cancel()
         self.engine.step()
         self._tell()
@@ -179,7 +179,7 @@ class Worker:
             answer, ids, options = self._inbox.popleft()
             taken = True
             if answer.cancelled:
-                answer.fail(NotBegun("cancelled before it began"))
+                answer.fail(NotBegunError("cancelled before it began"))
                 continue
             try:
                 answer.request = self.engine.add(ids, on_token=self._note(answer), **options)
