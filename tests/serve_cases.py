@@ -63,10 +63,11 @@ class FakeEngine:
         )
         stop_ids = [one for one in stop or [] if isinstance(one, int)]
         stops = [one for one in stop or [] if isinstance(one, str)]
-        request.cancelled = False
+        request.cancelled, request.stop_ids = False, stop_ids
         request.cancel = lambda: setattr(request, "cancelled", True)
         if echo:
             logits = self.model(torch.tensor([ids]))[0][0].log_softmax(-1)
+            logits = logits.detach()
             request.prompt_logprobs = [None] + [
                 (
                     float(logits[i, ids[i + 1]]),
@@ -91,8 +92,8 @@ class FakeEngine:
                     reason = "length"
                 else:
                     request.tokens.append(int(token[0]))
-                    request.logprobs.append((float(logits[request.tokens[-1]]), dict(enumerate(logits[:20].tolist()))))
-                    if request.tokens[-1] == 256 or any(s in Bytes().decode(request.tokens) for s in request.stops):
+                    request.logprobs.append((float(logits[request.tokens[-1]]), dict(enumerate(logits.tolist()))))
+                    if request.tokens[-1] in request.stop_ids or any(s in Bytes().decode(request.tokens) for s in request.stops):
                         reason = "stop"
             if reason is not None:
                 request.done, request.finish_reason = True, reason

@@ -21,6 +21,10 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
+class WrongKindError(ApiError):
+    kinds: list[str]
+
+
 def text(**bounds: Any) -> Schema:
     return {"type": "string", **bounds}
 
@@ -73,7 +77,7 @@ def check(value: Any, schema: Schema, name: str = "") -> None:
     if kinds is not None:
         kinds = kinds if isinstance(kinds, list) else [kinds]
         if not any(TYPES[kind](value) for kind in kinds):
-            raise _wrong(value, name, " or ".join(map(str, kinds)))
+            raise _wrong_kind(value, name, kinds)
     if "enum" in schema and not any(value == one and type(value) is type(one) for one in schema["enum"]):
         raise _wrong(value, name, "one of " + ", ".join(map(repr, schema["enum"])))
     if isinstance(value, str):
@@ -87,17 +91,21 @@ def check(value: Any, schema: Schema, name: str = "") -> None:
 
 
 def _check_any(value: Any, choices: list[Schema], name: str) -> None:
-    nearest: ApiError | None = None
+    complaints = []
     for choice in choices:
         try:
             check(value, choice, name)
             return
         except ApiError as error:
-            # The complaint about what lies inside says more than one about the kind of the whole.
-            if nearest is None or (error.param or "") != name:
-                nearest = error
-    assert nearest is not None
-    raise nearest
+            complaints.append(error)
+    # A complaint about what lies inside says more than one about the kind of the whole.
+    inside = [one for one in complaints if not (isinstance(one, WrongKindError) and one.param == (name or None))]
+    plain = [one for one in inside if not isinstance(one, WrongKindError)]
+    if inside:
+        raise (plain or inside)[0]
+    raise _wrong_kind(
+        value, name, [kind for one in complaints if isinstance(one, WrongKindError) for kind in one.kinds]
+    )
 
 
 def _check_text(value: str, schema: Schema, name: str) -> None:
@@ -154,3 +162,11 @@ def _check_object(value: dict[str, Any], schema: Schema, name: str) -> None:
 
 def _wrong(value: Any, name: str, expected: str) -> ApiError:
     return bad(f"{name or 'the body'} is {reprlib.repr(value)}, expected {expected}", name or None)
+
+
+def _wrong_kind(value: Any, name: str, kinds: list[str]) -> WrongKindError:
+    kinds = list(dict.fromkeys(kinds))
+    found = _wrong(value, name, " or ".join(kinds))
+    error = WrongKindError(found.status, found.message, param=found.param)
+    error.kinds = kinds
+    return error
