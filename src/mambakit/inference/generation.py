@@ -1,6 +1,7 @@
 """Continue prompts: read them in pieces, choose tokens one by one, give each out as it comes."""
 
 import inspect
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -186,15 +187,13 @@ def prefill_by_prefix(model: LanguageModel, prompts: Prompts, known: PrefixCache
 
 
 def prefill_one(model: LanguageModel, ids_s: Tensor, known: PrefixCache, served: int, chunk: int) -> tuple[Tensor, Any]:
-    ids = ids_s.tolist()
-    prefix = known.longest(served, ids)
-    start, x_1d, cache = (0, None, None) if prefix is None else prefix[:3]
-    while start < len(ids):
-        # Up to the next multiple of `chunk`, wherever this starts: what is kept there is found by other prompts.
-        end = min(start - start % chunk + chunk, len(ids))
+    ids = array("i", ids_s.tolist())
+    plan = known.plan(served, ids)
+    start, x_1d, cache = (0, None, None) if plan.prefix is None else plan.prefix[:3]
+    for end in plan.pieces(chunk):
         x_1sd, cache = model.backbone(model.embed(ids_s[None, start:end]), cache)
         x_1d, start = x_1sd[:, -1], end
-        known.keep(served, ids[:end], x_1d, cache)
+        known.keep(served, ids[:end], x_1d, cache, passing=end not in plan.cuts)
     assert x_1d is not None
     return x_1d, cache
 
