@@ -242,7 +242,7 @@ WRONG = [
     ("completions", {"prompt": ""}, 400, "prompt is empty"),
     ("completions", {"prompt": []}, 400, "at least 1"),
     ("completions", {"prompt": [[]]}, 400, "at least 1"),
-    ("completions", {"prompt": [257]}, 400, "below 257"),
+    ("completions", {"prompt": [257]}, 400, "at most 256"),
     ("completions", {"prompt": [-1]}, 400, "at least 0"),
     ("completions", {"prompt": [1, "a"]}, 400, "prompt"),
     ("completions", {"prompt": "a", "logprobs": 21}, 400, "at most 20"),
@@ -339,10 +339,14 @@ def test_a_client_that_goes_away_ends_its_request(stream):
     service = make_service()
     with running(service) as url:
         asked = {"prompt": "a", "max_tokens": 10**9, "ignore_eos": True, "stream": stream}
-        with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.5) as client:  # noqa: PT012
-            with client.stream("POST", f"{url}/v1/completions", json=asked) as answer:
-                next(answer.iter_lines())
-                raise httpx.ReadTimeout("enough")
+        host, port = url.removeprefix("http://").split(":")
+        body = json.dumps(asked).encode()
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body))
+            sock.sendall(body)
+            wait_until(lambda: service.worker.active == 1)
+            if stream:
+                assert sock.recv(100)
         wait_until(lambda: service.worker.active == 0 and not service.generations)
 
 

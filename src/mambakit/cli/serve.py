@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mambakit.checkpoints import load_model
 from mambakit.cli.convert import model_folder
-from mambakit.inference import Engine, PrefixCache
+from mambakit.inference import Engine
+from mambakit.inference.prefix_cache import PrefixCache
 from mambakit.models.language_model import LanguageModel
 from mambakit.models.quantization import quantize
 from mambakit.text.chat import Chat, read_chat

@@ -42,7 +42,8 @@ class Operation(NamedTuple):
     path: str
     summary: str
     handle: Callable[[Service, dict[str, Any]], Awaitable[Any]]
-    schema: Schema
+    schema: Callable[[int], Schema]
+    """Of its body, for a vocabulary of that size."""
     example: dict[str, Any]
     answer: Schema
     streams: bool = True
@@ -57,7 +58,7 @@ OPERATIONS = (
         "/v1/chat/completions",
         "The assistant's next message in a conversation",
         chat_completions.handle,
-        chat_completions.SCHEMA,
+        lambda _: chat_completions.SCHEMA,
         chat_completions.EXAMPLE,
         object_of("chat.completion", "id", "created", "model", "choices", "usage"),
     ),
@@ -65,7 +66,7 @@ OPERATIONS = (
         "/v1/completions",
         "The text that follows prompts",
         completions.handle,
-        completions.SCHEMA,
+        completions.make_schema,
         completions.EXAMPLE,
         object_of("text_completion", "id", "created", "model", "choices", "usage"),
     ),
@@ -73,7 +74,7 @@ OPERATIONS = (
         "/v1/responses",
         "A response, which later ones may go on from",
         responses.handle,
-        responses.SCHEMA,
+        lambda _: responses.SCHEMA,
         responses.EXAMPLE,
         responses.ANSWER,
     ),
@@ -81,7 +82,7 @@ OPERATIONS = (
         "/v1/embeddings",
         "Texts as vectors",
         embeddings.handle,
-        embeddings.SCHEMA,
+        embeddings.make_schema,
         embeddings.EXAMPLE,
         object_of("list", "data", "model", "usage"),
         streams=False,
@@ -150,9 +151,11 @@ def routes(service: Service) -> list[Route]:
 
 
 def posted(service: Service, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+    schema = operation.schema(service.vocab_size)
+
     async def endpoint(request: Request) -> Response:
         body = await read_json(request, service.limits.max_body)
-        check(body, operation.schema)
+        check(body, schema)
         answer = await until_gone(request.receive, operation.handle(service, body))
         return answer if isinstance(answer, Events) else Json(answer)
 
@@ -196,21 +199,17 @@ def describe(service: Service) -> dict[str, Any]:
     stored = {"name": "id", "in": "path", "required": True, "schema": text()}
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "mambakit serve",
-            "version": mambakit.__version__ if hasattr(mambakit, "__version__") else "0",
-        },
+        "info": {"title": "mambakit serve", "version": mambakit.__version__},
         "security": [{}, {"key": []}],
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "paths": {
-            **{one.path: {"post": describe_post(one, wrong)} for one in OPERATIONS},
+            **{one.path: {"post": describe_post(one, service.vocab_size, wrong)} for one in OPERATIONS},
             "/v1/responses/{id}": {
-                "parameters": [stored],
-                "get": described("A stored response", responses.ANSWER, wrong),
-                "delete": described("Forget a stored response", object_of("response", "id", "deleted"), wrong),
+                "get": described("A stored response", responses.ANSWER, wrong, stored),
+                "delete": described("Forget a stored response", object_of("response", "id", "deleted"), wrong, stored),
             },
             "/v1/models": {"get": described("The models", object_of("list", "data"), wrong)},
-            "/v1/models/{model}": {"parameters": [name], "get": described("A model", entry, wrong)},
+            "/v1/models/{model}": {"get": described("A model", entry, wrong, name)},
             "/health": {"get": described("Whether it takes requests", record({"status": text()}, "status"), wrong)},
             "/metrics": {"get": described("Counts and times, for Prometheus", text(), wrong, kind="text/plain")},
             "/openapi.json": {"get": described("This description", {"type": "object"}, wrong)},
@@ -218,17 +217,19 @@ def describe(service: Service) -> dict[str, Any]:
     }
 
 
-def describe_post(operation: Operation, wrong: dict[str, Any]) -> dict[str, Any]:
+def describe_post(operation: Operation, vocab_size: int, wrong: dict[str, Any]) -> dict[str, Any]:
     found = described(operation.summary, operation.answer, wrong)
     if operation.streams:
         found["responses"]["200"]["content"]["text/event-stream"] = {"schema": text()}
-    body = {"schema": operation.schema, "example": operation.example}
+    body = {"schema": operation.schema(vocab_size), "example": operation.example}
     return {**found, "requestBody": {"required": True, "content": {"application/json": body}}}
 
 
-def described(summary: str, answer: Schema, wrong: dict[str, Any], kind: str = "application/json") -> dict[str, Any]:
+def described(
+    summary: str, answer: Schema, wrong: dict[str, Any], *parameters: dict[str, Any], kind: str = "application/json"
+) -> dict[str, Any]:
     right = {"description": summary, "content": {kind: {"schema": answer}}}
-    return {"summary": summary, "responses": {"200": right, "default": wrong}}
+    return {"summary": summary, "parameters": list(parameters), "responses": {"200": right, "default": wrong}}
 
 
 def as_json(schema: Schema) -> dict[str, Any]:

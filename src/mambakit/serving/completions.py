@@ -13,28 +13,30 @@ from mambakit.serving.exchange import Events
 from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
 from mambakit.serving.service import COMMON, FLAG, Generation, Service
 
-ID = integer(0)
-TEXTS_OR_IDS: Schema = {
-    "anyOf": [
-        text(minLength=1),
-        array(text(minLength=1), minItems=1, maxItems=128),
-        array(ID, minItems=1),
-        array(array(ID, minItems=1), minItems=1, maxItems=128),
-    ]
-}
-SCHEMA = record(
-    {
-        **COMMON,
-        "prompt": TEXTS_OR_IDS,
-        "max_tokens": optional(integer(0)),
-        "logprobs": optional(integer(0, 20)),
-        "echo": FLAG,
-        "best_of": not_built("integer", minimum=1, maximum=1),
-        "suffix": not_built("string", maxLength=0),
-        "response_format": NO_FORMAT,
-    },
-    "prompt",
-)
+
+def texts_or_ids(vocab_size: int) -> Schema:
+    """One or several, of a model's vocabulary."""
+    ids = array(integer(0, vocab_size - 1), minItems=1)
+    texts = array(text(minLength=1), minItems=1, maxItems=128)
+    return {"anyOf": [text(minLength=1), texts, ids, array(ids, minItems=1, maxItems=128)]}
+
+
+def make_schema(vocab_size: int) -> Schema:
+    return record(
+        {
+            **COMMON,
+            "prompt": texts_or_ids(vocab_size),
+            "max_tokens": optional(integer(0)),
+            "logprobs": optional(integer(0, 20)),
+            "echo": FLAG,
+            "best_of": not_built("integer", minimum=1, maximum=1),
+            "suffix": not_built("string", maxLength=0),
+            "response_format": NO_FORMAT,
+        },
+        "prompt",
+    )
+
+
 EXAMPLE = {"prompt": "def ", "max_tokens": 16}
 MAX_TOKENS = 16
 """OpenAI's, where a request names none."""
@@ -71,9 +73,6 @@ async def read_prompts(service: Service, prompt: Any) -> list[list[int]]:
             return await asyncio.to_thread(lambda: [service.tokens.encode(one.encode()) for one in prompt])
         except ValueError as error:
             raise bad(str(error), "prompt") from error
-    for ids in prompt:
-        if max(ids) >= service.vocab_size:
-            raise bad(f"prompt holds the id {max(ids)}, but this model's are below {service.vocab_size}", "prompt")
     return prompt
 
 
@@ -83,7 +82,9 @@ def text_of(service: Service, ids: Sequence[int]) -> str:
 
 def echoed(service: Service, run: Generation, index: int, ids: list[int]) -> Piece:
     """The prompt itself, with the log-probabilities of its tokens where they were computed."""
-    known = run.choices[index].answer.request.prompt_logprobs or [None] * len(ids)
+    # The first token of a prompt follows nothing.
+    known = [None, *run.choices[index].answer.request.prompt_logprobs]
+    known += [None] * (len(ids) - len(known))
     text, tokens = Text(service.tokens, ()), []
     for id, one in zip(ids, known, strict=True):
         logprob, top = (None, {}) if one is None else one
@@ -136,7 +137,6 @@ def logprobs_of(service: Service, tokens: list[Token], wanted: int) -> dict[str,
 
     return {
         "tokens": [token_text(service.tokens, token.id) for token in tokens],
-        # The first token of a prompt follows nothing.
         "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
         "top_logprobs": [None if token.logprob is None else named(token.top) for token in tokens] if wanted else None,
         "text_offset": [token.offset for token in tokens],

@@ -4,21 +4,25 @@ import base64
 import struct
 from typing import Any
 
-from mambakit.serving.completions import TEXTS_OR_IDS, read_prompts
+from mambakit.serving.completions import read_prompts, texts_or_ids
 from mambakit.serving.errors import overloaded
-from mambakit.serving.schema import not_built, optional, record, text
+from mambakit.serving.schema import Schema, not_built, optional, record, text
 from mambakit.serving.service import Service, embed_steps
 
-SCHEMA = record(
-    {
-        "model": optional(text()),
-        "input": TEXTS_OR_IDS,
-        "encoding_format": {"enum": ["float", "base64", None]},
-        "dimensions": not_built("integer", maximum=0),
-        "user": optional(text()),
-    },
-    "input",
-)
+
+def make_schema(vocab_size: int) -> Schema:
+    return record(
+        {
+            "model": optional(text()),
+            "input": texts_or_ids(vocab_size),
+            "encoding_format": {"enum": ["float", "base64", None]},
+            "dimensions": not_built("integer", maximum=0),
+            "user": optional(text()),
+        },
+        "input",
+    )
+
+
 EXAMPLE = {"input": "some text"}
 
 

@@ -83,7 +83,12 @@ def parse(body: bytes) -> Any:
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON")
 
-    return json.loads(body.decode("utf-8"), parse_constant=refuse)
+    def number(written: str) -> float:
+        # To JSON 4.0 is a whole number.
+        value = float(written)
+        return int(value) if value.is_integer() else value
+
+    return json.loads(body.decode("utf-8"), parse_constant=refuse, parse_float=number)
 
 
 async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
