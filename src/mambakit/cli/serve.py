@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--port is {args.port}, expected 0 to 65535")
     if not (args.timeout > 0 and args.grace >= 0):
         raise ValueError(f"--timeout is {args.timeout:g} and --grace {args.grace:g}, expected seconds")
-    keys = args.api_key or [os.environ[KEY]] * bool(os.environ.get(KEY))
+    keys = args.api_key or [key for key in [os.environ.get(KEY)] if key]
     if not all(key.strip() for key in keys):
         raise ValueError("--api-key is empty; leave it out to take requests without one")
     try:
