@@ -253,6 +253,8 @@ class Reading:
     def __init__(self, request: Request):
         self.request = request
         self.position, self.started = 0, False
+        self.cuts: list[int] = []
+        """Numbers of tokens after which the state is kept."""
         self.x_1d: Tensor | None = None
         self.cache: Any = None
 
@@ -263,7 +265,7 @@ class Reading:
             self._start(engine)
             if self.position == len(request.ids):
                 return 0
-        stop = min([place for place in self._places() if place > self.position])
+        stop = min(place for place in (*self.cuts, len(request.ids)) if place > self.position)
         upto = min(stop, self.position + budget)
         device = model.backbone.embedding.weight.device
         piece_1s = torch.tensor([request.ids[self.position : upto]], device=device)
@@ -274,16 +276,12 @@ class Reading:
             request.prompt_logprobs += log_probabilities(logits_sw, following, request.top or 0)
         read, x_1d = upto - self.position, x_1sd[:, -1]
         self.x_1d, self.position = x_1d, upto
-        if engine._known is not None and upto == stop:
+        if engine._known is not None and upto in self.cuts:
             engine._known.keep(engine._served, request.ids[:upto], x_1d, self.cache)
         return read
 
-    def _places(self) -> list[int]:
-        """Where a state is kept, and the end."""
-        return [*self.request.ends, len(self.request.ids)]
-
     def _start(self, engine: Engine) -> None:
-        """From the longest state that is known."""
+        """From the longest state that is known, with the places where states are to be kept on the way."""
         self.started, request = True, self.request
         found: Any = request.given_state
         length = 0 if found is None else len(found.ids)
@@ -291,9 +289,11 @@ class Reading:
             # Log-probabilities need the residual stream of every token.
             found, length, request.why_not_more = None, 0, "log-probabilities of the prompt were asked for"
         elif engine._known is not None:
-            known = engine._known.longest(engine._served, request.ids)
-            if known is not None and known.length > length:
-                found, length = known, known.length
+            plan = engine._known.plan(engine._served, request.ids, request.ends)
+            request.why_not_more = plan.why_not_more
+            self.cuts = [*plan.cuts]
+            if plan.prefix is not None and plan.prefix.length > length:
+                found, length = plan.prefix, plan.prefix.length
         if found is not None:
             self.x_1d, self.cache, self.position = found.x_1d, found.cache, length
             request.reused_tokens = length
