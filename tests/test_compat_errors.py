@@ -1,5 +1,7 @@
 """Wrong or unsupported arguments raise what a user can act on."""
 
+from inspect import signature
+
 import pytest
 import torch
 
@@ -50,7 +52,8 @@ CALLS = {
     "bias alone": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "outproj_bias": z(3)},
                    "without outproj_weight"),
     "some states": (SISO, (*TURNED, z(1, 5, 2, 4)), {"Input_States": (z(1), None, None, None)}, "all four states"),
-    "angles": (MIMO, (*TURNED, *[None] * 3, z(1, 5, 2, 4), None, None, 16, 4, torch.half), {}, "rotary_dim_divisor"),
+    "angles": (MIMO, (*TURNED, z(1), *[None] * 2, z(1, 5, 2, 4), None, None, 16, 4, torch.half), {},
+               "rotary_dim_divisor"),
     "residual": (NORM, (z(2, 4), z(4), None), {"residual": z(3, 4)}, r"residual has shape \(3, 4\) but x has \(2, 4\)"),
     "rowscale": (NORM, (z(2, 4), z(4), None), {"x1": z(2, 4), "rowscale": z(2)}, "rowscale does not go with x1"),
     "dropout": (NORM, (z(2, 4), z(4), None), {"dropout_p": 1.5}, "dropout_p = 1.5 has to be"),
@@ -149,3 +152,15 @@ def test_checkpoints_in_other_formats(tmp_path):
     (tmp_path / "config.json").write_text('{"ssm_cfg": {"layer": "Mamba3", "d_state": 8, "headdim": 8}, "n_layer": 0}')
     with pytest.warns(UserWarning, match="how A is activated"), pytest.raises(ValueError, match="no weights in"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [SCAN, SSD, SPLIT, CONV, UPDATE, STEP, INNER, SISO, MIMO, NORM])
+def test_required_tensors_given_as_none(name):
+    call = official(*name)
+    parameters = signature(call).parameters
+    given = {key: z(2, 4, 5) if p.annotation is torch.Tensor else None for key, p in parameters.items()}
+    required = [key for key, tensor in given.items() if tensor is not None]
+    assert required
+    for missing in required:
+        with pytest.raises(ValueError, match=f"^{missing} has to be a tensor, got None$"):
+            call(**{**given, missing: None})

@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from mambakit import (
     MoEConfig,
     MultiGateConfig,
     ParallelConfig,
+    PrefixCache,
     generate,
     quantize,
     stream,
@@ -302,6 +304,16 @@ def test_generation_is_the_same(name, bits):
         assert torch.equal(more[0], more[1])
 
 
+@pytest.mark.parametrize("name", ["attention", "attention-window", "parallel", "moe-sigmoid"])
+def test_known_prefixes_of_hybrids(name):
+    model, known = make_model(BLOCKS[name]), PrefixCache()
+    prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7], [1, 2]]
+    options: Any = {"max_new_tokens": 20, "temperature": 0}
+    want = generate(model, prompts, backend="torch", **options)
+    for _ in range(2):
+        assert torch.equal(generate(model, prompts, prefix_cache=known, prefill_chunk=2, **options), want)
+
+
 def test_weights_are_read_anew_by_every_generation():
     model = make_model(CONFIGS["mamba1"])
     first = generate(model, [1, 2], max_new_tokens=20, temperature=0)
@@ -414,6 +426,20 @@ def test_what_is_refused(reason):
         generate(model, [1], max_new_tokens=1, backend="cpu")
     if not isinstance(model, Other) and reason not in BAD_SIZES:
         generate(model, [1], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3-mimo"])
+def test_parameters_of_other_sizes(name, bits):
+    """Kernels would read beyond their ends."""
+    model = make_model(CONFIGS[name], d_intermediate=12)
+    model = model if bits is None else quantize(model, bits)
+    owners = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
+    for module, key, parameter in owners:
+        assert why_not(model) is None
+        module._parameters[key] = nn.Parameter(parameter[: len(parameter) // 2])
+        assert re.search(r" is \(.*, expected \(", why_not(model) or ""), key
+        module._parameters[key] = parameter
 
 
 def test_backends_by_name():

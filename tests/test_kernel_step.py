@@ -75,6 +75,19 @@ def test_every_option(name, batch, ran):
     assert ran == 3 * list(OPERATORS[family])
 
 
+@pytest.mark.parametrize("changed", [["B_norm"], ["norm"], ["B_norm", "C_norm", "norm"]])
+def test_an_epsilon_changed_by_hand(changed, ran):
+    block = make_block("mamba3-mimo", torch.float32)
+    for name in changed:
+        getattr(block, name).eps = 0.5
+    x_bsd, cache = tokens(block, 2, 3), random_cache(block, 2)
+    ran.clear()
+    check_steps(block, x_bsd, cache)
+    assert len(ran) == (3 if len(changed) == 3 else 0)
+    with torch.no_grad():
+        check(TOLERANCE, {"y": block(x_bsd, cache)[0]}, {"y": walk(wide(block), x_bsd.double(), wide(cache))["y"]})
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_many_steps_are_a_forward(name):
     block = make_block(name, torch.float32)

@@ -16,7 +16,7 @@ LEVELS = [
     {"models"},
     {"checkpoints", "text"},
     {"inference", "training"},
-    {"tools"},
+    {"tools", "serving"},
     {"compat", "cli"},
 ]
 # Kernels stand aside: `mambakit` itself imports them, they register behind operations, and nothing else knows them.

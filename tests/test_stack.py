@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
-from blocks import CONFIGS
+from blocks import CONFIGS, differentiable, weighed
 from compare import check
 from mambakit import caches
 from mambakit.models.language_model import LanguageModel, ModelConfig
@@ -78,38 +78,43 @@ def tokens(stack: Stack, batch: int, length: int, seed: int = 4) -> Tensor:
     return torch.randn(batch, length, stack.d_model, generator=make, dtype=torch.float64)
 
 
-def flat(cache: Any, where: str = "cache") -> dict[str, Tensor]:
-    """A cache's tensors by name, angles as directions."""
+def tensors_in(cache: Any, where: str = "cache") -> dict[str, Tensor]:
+    """A cache's tensors by their places in it."""
     if isinstance(cache, Tensor):
-        is_angle = where.endswith("rotation") and cache.dim() == 3
-        return {f"{where} cos": cache.cos(), f"{where} sin": cache.sin()} if is_angle else {where: cache}
+        return {where: cache}
     if not isinstance(cache, tuple):
         return {}
     names: Any = getattr(cache, "_fields", range(len(cache)))
-    return {k: t for name, part in zip(names, cache, strict=True) for k, t in flat(part, f"{where}.{name}").items()}
+    inside = (tensors_in(part, f"{where}.{name}") for name, part in zip(names, cache, strict=True))
+    return {name: tensor for part in inside for name, tensor in part.items()}
+
+
+def flat(cache: Any) -> dict[str, Tensor]:
+    """A cache's tensors by name, angles as directions."""
+    named = {}
+    for name, tensor in tensors_in(cache).items():
+        is_angle = name.endswith("rotation") and tensor.dim() == 3
+        named |= {f"{name} cos": tensor.cos(), f"{name} sin": tensor.sin()} if is_angle else {name: tensor}
+    return named
 
 
 def leaves(cache: Any) -> tuple[Any, ...]:
     copy = caches.clone(caches.detach(cache))
-    for slot in copy:
-        for tensor in slot:
-            if isinstance(tensor, Tensor):
-                tensor.requires_grad_()
+    for tensor in tensors_in(copy).values():
+        if differentiable(tensor):
+            tensor.requires_grad_()
     return copy
 
 
 def results(stack, run, x: Tensor, cache: Any = None) -> dict[str, Tensor]:
     """Outputs, cache and every gradient of `run(stack, x, cache) -> (y, cache)`."""
     x = x.detach().clone().requires_grad_()
-    entering: list[Any] = [] if cache is None else list(leaves(cache))
-    y, last = run(stack, x, tuple(entering) or None)
+    entering = None if cache is None else leaves(cache)
+    y, last = run(stack, x, entering)
     out = {"y": y, **flat(last)}
-    make = torch.Generator().manual_seed(5)
-    loss = sum((t * torch.randn(t.shape, generator=make, dtype=torch.float64)).sum() for t in out.values())
     inputs = {"x": x, **dict(stack.named_parameters())}
-    for q, slot in enumerate(entering):
-        inputs |= {f"entering {q} {n}": t for n, t in slot._asdict().items() if isinstance(t, Tensor)}
-    grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)  # type: ignore[arg-type]
+    inputs |= {name: tensor for name, tensor in tensors_in(entering, "entering").items() if differentiable(tensor)}
+    grads = torch.autograd.grad(weighed(out), list(inputs.values()), allow_unused=True)
     named = zip(inputs.items(), grads, strict=True)
     return out | {f"d {name}": torch.zeros_like(t) if grad is None else grad for (name, t), grad in named}
 
@@ -258,7 +263,7 @@ def test_gradients_stop_at_the_horizon(gate, horizon):
     want = results(stack, by_hand, x, cache)
     check(1e-12, results(stack, forward, x, cache), want)
     check(1e-9, results(stack, steps, x, cache), want)
-    norms = {q: want[f"d entering {q} ssm_bhpr"].norm() for q in range(4)}
+    norms = {q: want[f"d entering.{q}.ssm_bhpr"].norm() for q in range(4)}
     assert [q for q in range(4) if norms[q] > 0] == list(range(max(0, 4 - horizon), 4))
 
 

@@ -15,6 +15,7 @@ from mambakit.ops.attention import ABSENT, attend, attend_one, filled, places
 from mambakit.ops.backends import may_overwrite
 from mambakit.ops.rope import rates, turn, turns
 from mambakit.ops.segments import segment_starts
+from mambakit.ops.shapes import check_readable
 from mambakit.ops.ssd_path import SsdPath
 
 SLOTS = 64
@@ -149,6 +150,7 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
     def check_cache(self, cache: Any, rows: int, x_bsd: Tensor) -> None:
         super().check_cache(cache, rows, x_bsd)
         position_b, slots = cache.position_b, cache.k_btgp.shape[1]
+        check_readable("cache.position_b", position_b)
         if cache.v_btgp.shape[1] != slots:
             raise ValueError(f"cache.k_btgp has {slots} slots but cache.v_btgp {cache.v_btgp.shape[1]}")
         if (tuple(position_b.shape), position_b.dtype, position_b.device) != ((rows,), torch.int64, x_bsd.device):

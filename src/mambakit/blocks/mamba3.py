@@ -319,10 +319,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
 
     def fused_step(self, projected_bsX: Tensor, cache: Mamba3Cache) -> tuple[Tensor, Mamba3Cache] | None:
         """What `run` returns for one token, by a kernel; None where none applies."""
-        config = self.config
-        norm = self.norm if config.is_outproj_norm else None
-        norms = [module for module in (self.B_norm, self.C_norm, norm) if module is not None]
-        if config.rotation != "complex" or not all(is_plain(module, RMSNorm) for module in norms):
+        if why_not_fused(self) is not None or not all(is_plain(norm, RMSNorm) for norm in norms_of(self)):
             return None
         stepped = take_step(MAMBA3_STEP, (projected_bsX[:, 0], *cache[:4]), step_fields(self))
         if stepped is None:
@@ -359,7 +356,8 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
     def rotate(self, token: Token, carried: Tensor, segments_bs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """B and C with norm and bias, turned by the rotation up to each token, in the dtype of x; the last rotation."""
         config, dtype = self.config, token.x_bshp.dtype
-        if config.rotation == "complex" and is_plain(self.B_norm, RMSNorm) and is_plain(self.C_norm, RMSNorm):
+        are_plain = is_plain(self.B_norm, RMSNorm) and is_plain(self.C_norm, RMSNorm)
+        if config.rotation == "complex" and are_plain and self.B_norm.eps == self.C_norm.eps:
             # Without rotation the one angle that is kept turns nothing.
             angles = config.rope_dim // 2
             b_bsmhr, c_bsmhr, last = mamba3_prepare(
@@ -372,7 +370,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
                 token.rot_bsR[..., :angles],
                 token.dt_bsh,
                 carried[..., :angles],
-                eps=config.norm_eps,
+                eps=self.B_norm.eps,
                 rotation_range=config.rotation_range,
                 pairing=config.pairing,
                 segments_bs=segments_bs,
@@ -415,12 +413,23 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
             skip_i,
             z_bsi,
             None if norm is None else norm.weight,
-            config.norm_eps,
+            config.norm_eps if norm is None else norm.eps,
             group_size=config.per_head_dim,
             norm_before_gate=True,
             **mimo,
         )
         return self.out_proj(y_bsi)
+
+
+def norms_of(block: Mamba3) -> list[RMSNorm]:
+    return [block.B_norm, block.C_norm, *([block.norm] if block.config.is_outproj_norm else [])]
+
+
+def why_not_fused(block: Mamba3) -> str | None:
+    """What the fused step does not know."""
+    if block.config.rotation != "complex":
+        return "rotates by quaternions"
+    return "has norms with different eps" if len({getattr(norm, "eps", None) for norm in norms_of(block)}) > 1 else None
 
 
 def step_fields(block: Mamba3) -> dict[str, Tensor | float | None]:
@@ -460,7 +469,7 @@ FAMILY = register(
             fields=step_fields,
             projections=("in_proj", "out_proj"),
             places={"ssm_bhpr": "state", "k_state_bmhr": "k_state", "v_state_bhp": "v_state", "rotation": "angle"},
-            why_not=lambda block: None if block.config.rotation == "complex" else "rotates by quaternions",
+            why_not=why_not_fused,
         ),
     )
 )

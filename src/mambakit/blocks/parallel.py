@@ -11,6 +11,7 @@ from mambakit.blocks.block import Block, Options
 from mambakit.blocks.config import BlockConfig, Config
 from mambakit.blocks.family import Family, FusedStep, family_of, register
 from mambakit.blocks.mlp import MLPConfig
+from mambakit.blocks.stateless import NoCache
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -66,7 +67,7 @@ class Parallel(Block[ParallelConfig, ParallelCache]):
         return {}
 
     def fresh_cache(self, batch: int) -> ParallelCache:
-        return ParallelCache(self.a.fresh_cache(batch), self.b.fresh_cache(batch))
+        return ParallelCache(fresh(self.config.a, self.a, batch), fresh(self.config.b, self.b, batch))
 
     def check_cache(self, cache: Any, rows: int, x_bsd: Tensor) -> None:
         super().check_cache(cache, rows, x_bsd)
@@ -101,6 +102,11 @@ class Parallel(Block[ParallelConfig, ParallelCache]):
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, ParallelCache]:
         raise TypeError("the two blocks of a Parallel are called as modules, by its forward")
+
+
+def fresh(config: BlockConfig, block: Any, batch: int) -> Any:
+    # Not asked of a block that has none: an adapter may have wrapped it.
+    return NoCache() if family_of(config).cache is NoCache else block.fresh_cache(batch)
 
 
 FAMILY = register(

@@ -9,6 +9,8 @@ from typing import Protocol, cast
 VERBS = {
     "train": "train a language model on files or folders",
     "generate": "stream text from a checkpoint",
+    "chat": "talk with a model in the terminal",
+    "serve": "answer OpenAI's clients and a web page",
     "demo": "train a small Mamba-3 in minutes and compare it with compressors",
     "experiment": "reproduce results: state tracking, recall, digits",
     "bench": "time and memory beside this machine's limits",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import wraps
 from inspect import Signature, signature
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from mambakit.checkpoints.fields import renamed
 from mambakit.checkpoints.official import BLOCK, WIDTH
 from mambakit.ops.activations import softplus
+from mambakit.ops.shapes import check_tensors
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_layer_scale", "nslices", "use_norm"}
 """Arguments of modified copies of the package, Vision Mamba's and its relatives'."""
@@ -39,6 +42,20 @@ def in_the_order(names: str, like: Callable[..., Any]) -> Callable[[Callable[...
         return called
 
     return decorate
+
+
+def of_tensors(function: Function) -> Function:
+    """Makes ValueErrors of arguments that are no tensors where the signature says `Tensor`."""
+    parameters = signature(function).parameters
+    required = [name for name, parameter in parameters.items() if parameter.annotation is Tensor]
+
+    @wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        given = {**dict(zip(parameters, args, strict=False)), **options}
+        check_tensors({name: given[name] for name in required if name in given})
+        return function(*args, **options)
+
+    return cast(Function, called)
 
 
 def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:

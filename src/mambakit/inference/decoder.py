@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from mambakit.blocks import caches
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import FAMILIES, FusedStep, family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
@@ -30,7 +31,7 @@ PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
 MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
 MODULES += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
-CALLED = ("forward", "step", "embed", "logits", "run", "scaled", "apart", "together")
+CALLED = ("forward", "step", "embed", "logits", "run", "scaled", "apart", "together", "route", "mix")
 SHAPES: "WeakKeyDictionary[LanguageModel, tuple[Any, dict[str, tuple[int, ...]]]]" = WeakKeyDictionary()
 ROOM = 256
 """Tokens for which there is room, at least, when a cache that grows is copied."""
@@ -66,6 +67,20 @@ class StepByStep:
 
     def cache(self) -> Any:
         return tuple(copied(one) for one in self._cache) if self._overwrites else self._cache
+
+    def join(self, cache: Any) -> None:
+        """One more row, the last."""
+        self.load(cache if self._cache is None else caches.concat([self._cache, cache]))
+
+    def leave(self, row: int) -> None:
+        """The last row takes the place of this one."""
+        rows = caches.rows(self._cache)
+        places = [*range(row), *([rows - 1] if row < rows - 1 else []), *range(row + 1, rows - 1)]
+        self._cache = caches.select(self._cache, places) if places else None
+
+    def row(self, row: int) -> Any:
+        """The cache of one row."""
+        return caches.select(self._cache, [row])
 
 
 def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | StepByStep":
@@ -104,23 +119,38 @@ class Decoder:
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
-        if len(cache) != len(self._layers):
-            raise ValueError(f"the cache is of {len(cache)} layers, but this model has {len(self._layers)}")
-        carried = [layer.apart(one) for layer, one in zip(self._layers, cache, strict=True)]
-        layers = zip(self._layers, carried, strict=True)
-        pairs = [(block, own.get(block, NoCache())) for layer, own in layers for _, block in layer.parts]
-        caches = [one for block, own in pairs for one in unfolded_cache(block, own)]
-        rows = len(next(t for one in caches for t in one if isinstance(t, Tensor)))
-        for block, own in pairs:
-            block.check_cache(own, rows, self._like)
-        for spot, one in zip(self._spots, caches, strict=True):
-            for name in spot.block.cache_shapes(rows):
-                if getattr(one, name).dtype != torch.float32:
-                    raise ValueError(f"cache.{name} is {getattr(one, name).dtype}, expected float32")
-        self._rows, self._caches = rows, [copied(one) for one in caches]
+        self._rows, self._caches = self._apart(cache)
         self._make_room(ROOM)
         with torch.no_grad():
             self._decoding.load(self._states())
+
+    def join(self, cache: Sequence[Any]) -> None:
+        """One more row, the last, from a `cache` of one row, which is copied."""
+        if not self._caches:
+            self.load(cache)
+            return
+        rows, news = self._apart(cache)
+        if rows != 1:
+            raise ValueError(f"one row joins at a time, got a cache of {rows}")
+        pairs = zip(self._caches, news, strict=True)
+        self._caches = [with_row(own, new, self._rows) for own, new in pairs]
+        self._rows += 1
+        self._make_room(self._left or ROOM)
+        self._decoding.move(self._states())
+
+    def leave(self, row: int) -> None:
+        """The last row takes the place of this one."""
+        self._rows -= 1
+        for tensor in (t for one in self._caches for t in one if isinstance(t, Tensor)):
+            if row != self._rows:
+                tensor[row].copy_(tensor[self._rows])
+            if not tensor.is_floating_point():
+                # Counts by which caches grow.
+                tensor[self._rows] = 0
+
+    def row(self, row: int) -> tuple[Any, ...]:
+        """A copy of the state of one row."""
+        return self._together([select_row(one, row, row + 1) for one in self._caches])
 
     def step(self, ids_b: Tensor) -> Tensor:
         """One more token of every row."""
@@ -137,14 +167,35 @@ class Decoder:
 
     def cache(self) -> tuple[Any, ...]:
         """A copy of the states, as the model's own `step` would return them."""
-        pairs = zip(self._spots, self._caches, strict=True)
-        caches = iter([copied(with_slots(spot.block, one, 0)) for spot, one in pairs])
-        return tuple(layer.together([folded(block, caches) for _, block in layer.parts]) for layer in self._layers)
+        return self._together([select_row(one, 0, self._rows) for one in self._caches])
+
+    def _apart(self, cache: Sequence[Any]) -> tuple[int, list[Any]]:
+        """The number of rows of a model's cache, and copies of its parts, spot by spot."""
+        if len(cache) != len(self._layers):
+            raise ValueError(f"the cache is of {len(cache)} layers, but this model has {len(self._layers)}")
+        carried = [layer.apart(one) for layer, one in zip(self._layers, cache, strict=True)]
+        layers = zip(self._layers, carried, strict=True)
+        pairs = [(block, own.get(block, NoCache())) for layer, own in layers for _, block in layer.parts]
+        found = [one for block, own in pairs for one in unfolded_cache(block, own)]
+        rows = len(next(t for one in found for t in one if isinstance(t, Tensor)))
+        for block, own in pairs:
+            block.check_cache(own, rows, self._like)
+        for spot, one in zip(self._spots, found, strict=True):
+            for name in spot.block.cache_shapes(rows):
+                if getattr(one, name).dtype != torch.float32:
+                    raise ValueError(f"cache.{name} is {getattr(one, name).dtype}, expected float32")
+        return rows, [copied(one) for one in found]
+
+    def _together(self, parts: list[Any]) -> tuple[Any, ...]:
+        """A model's cache of copies of its parts."""
+        pairs = zip(self._spots, parts, strict=True)
+        own = iter([copied(with_slots(spot.block, one, 0)) for spot, one in pairs])
+        return tuple(layer.together([folded(block, own) for _, block in layer.parts]) for layer in self._layers)
 
     def _make_room(self, tokens: int) -> None:
-        """For so many more tokens in the caches that grow."""
+        """For so many more tokens, at least, in the caches that grow."""
         pairs = zip(self._spots, self._caches, strict=True)
-        self._caches = [with_slots(spot.block, one, tokens) for spot, one in pairs]
+        self._caches = [with_slots(spot.block, one, tokens, shrink=False) for spot, one in pairs]
         self._left = tokens
 
     def _states(self) -> list[dict[str, Tensor | int]]:
@@ -198,17 +249,49 @@ def folded(block: Block, caches: Iterator[Any]) -> Any:
     return block.cache_class(*(folded(one, caches) for one in inside))
 
 
-def with_slots(block: Block, cache: Any, tokens: int) -> Any:
+def with_slots(block: Block, cache: Any, tokens: int, shrink: bool = True) -> Any:
     """`cache` as long as it is after so many more tokens, what is new being zero; the same where it does not grow."""
     slots = step_of(block).slots
     if slots is None:
         return cache
     length, changed = slots(block, cache, tokens), {}
+    if length <= most_slots(cache) and not shrink:
+        return cache
     for name, axis in cache.grows.items():
         tensor = getattr(cache, name)
-        sides = [0, 0] * (tensor.dim() - 1 - axis) + [0, length - tensor.shape[axis]]
-        changed[name] = F.pad(tensor, sides)
+        changed[name] = F.pad(tensor, padding(tensor.dim(), axis, length - tensor.shape[axis]))
     return cache._replace(**changed)
+
+
+def with_row(cache: Any, new: Any, row: int) -> Any:
+    """`cache` with the only row of `new` in place `row`; with twice as much memory where there is none left for it."""
+    grows, changed = getattr(cache, "grows", {}), []
+    for name, tensor, added in zip(cache._fields, cache, new, strict=True):
+        if not isinstance(tensor, Tensor):
+            changed.append(tensor)
+            continue
+        missing = [0] * tensor.dim()
+        if row == len(tensor):
+            missing[0] = row
+        if name in grows:
+            axis = grows[name]
+            missing[axis] = max(0, added.shape[axis] - tensor.shape[axis])
+            added = F.pad(added, padding(added.dim(), axis, tensor.shape[axis] + missing[axis] - added.shape[axis]))
+        if any(missing):
+            tensor = F.pad(tensor, [side for count in reversed(missing) for side in (0, count)])
+        tensor[row].copy_(added[0])
+        changed.append(tensor)
+    return type(cache)(*changed)
+
+
+def select_row(cache: Any, start: int, stop: int) -> Any:
+    """Rows of a block's cache, without copying."""
+    return type(cache)(*(t[start:stop] if isinstance(t, Tensor) else t for t in cache))
+
+
+def padding(axes: int, axis: int, count: int) -> list[int]:
+    """So many zeros at the end of one axis, for `F.pad`."""
+    return [0, 0] * (axes - 1 - axis) + [0, count]
 
 
 def states_of(step: FusedStep, cache: Any) -> dict[str, Tensor | int]:
@@ -356,7 +439,7 @@ def stored_shape(model: LanguageModel, name: str) -> tuple[int, int] | str:
 
 
 def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    """What the config says of a model's parameters and buffers; remembered, as making them takes as long as many tokens."""
+    """What the config says of a model's parameters and buffers; remembered, as it takes as long as many tokens."""
     config, shapes = SHAPES.get(model, (None, {}))
     if config is not model.config:
         made = LanguageModel(model.config, device="meta")

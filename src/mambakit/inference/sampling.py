@@ -88,9 +88,11 @@ def draw(logits_bw: Tensor, uniform_b: Tensor) -> Tensor:
     return torch.searchsorted(sum_bw, level_b1, right=True)[:, 0]
 
 
-def uniform(seed_b: Tensor, position: int) -> Tensor:
+def uniform(seed_b: Tensor, position: int | Sequence[int]) -> Tensor:
     """A float64 in [0, 1) for every seed: the `position`-th of the seed's own sequence, on any device and batch."""
-    bits_b = mixed(mixed(seed_b) + wrapped(0x9E3779B97F4A7C15 * (position + 1)))
+    positions = [position] if isinstance(position, int) else position
+    steps_b = torch.tensor([wrapped(0x9E3779B97F4A7C15 * (one + 1)) for one in positions], device=seed_b.device)
+    bits_b = mixed(mixed(seed_b) + steps_b)
     return shifted(bits_b, 12).double() * 2.0**-52
 
 

@@ -56,6 +56,8 @@ class Layer(nn.Module):
         self.residual_scale = residual_scale
         self.names: list[tuple[str, str]] = []
         """Of each norm and the block behind it."""
+        self.carries = [family_of(config).cache is not NoCache for config in blocks]
+        """Which blocks have a cache. Not asked of the blocks, which an adapter may have wrapped."""
         for place, config in enumerate(blocks):
             number = str(place + 1) if place else ""
             called = "mlp" if place == 1 and isinstance(config, MLPConfig) else f"mixer{number}"
@@ -68,6 +70,11 @@ class Layer(nn.Module):
         """Each norm with the block behind it."""
         modules = self._modules
         return [(modules[norm], modules[block]) for norm, block in self.names]
+
+    @property
+    def carriers(self) -> list[Any]:
+        """The blocks that have a cache."""
+        return [block for (_, block), carries in zip(self.parts, self.carries, strict=True) if carries]
 
     def forward(self, x_bsd: Tensor, cache: Any = None, **options: Unpack[Options]) -> tuple[Tensor, Any]:
         """The layer's delta and cache; `options` (path, masks, packing) are the blocks'."""
@@ -95,7 +102,7 @@ class Layer(nn.Module):
         return total(deltas)
 
     def fresh_cache(self, batch: int) -> Any:
-        return self.together([block.fresh_cache(batch) for _, block in self.parts])
+        return self.together([block.fresh_cache(batch) for block in self.carriers])
 
     def scaled(self, y: Tensor) -> Tensor:
         return y if self.residual_scale == 1 else self.residual_scale * y
@@ -109,7 +116,7 @@ class Layer(nn.Module):
         """The caches of blocks that have one, from what `together` made of them."""
         if cache is None:
             return {}
-        blocks = [block for _, block in self.parts if block.cache_class is not NoCache]
+        blocks = self.carriers
         caches = (cache,) if len(blocks) == 1 else cache
         if not isinstance(caches, tuple | list) or len(caches) != len(blocks):
             raise ValueError(f"this layer's cache is a tuple of {len(blocks)} caches, got a {type(cache).__name__}")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order
+from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order, of_tensors
 from mambakit.compat.packing import hide_padding, segments_of
 from mambakit.compat.slots import Slots
 from mambakit.ops.causal_conv import causal_conv
@@ -15,6 +15,7 @@ from mambakit.ops.shapes import bind
 __all__ = ["causal_conv1d_fn", "causal_conv1d_ref", "causal_conv1d_update", "causal_conv1d_update_ref"]
 
 
+@of_tensors
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -61,6 +62,7 @@ def causal_conv1d_ref(**given: Any) -> Tensor | tuple[Tensor, Tensor]:
     return causal_conv1d_fn(**given)
 
 
+@of_tensors
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,

@@ -2,12 +2,14 @@
 
 from torch import Tensor
 
+from mambakit.compat.arguments import of_tensors
 from mambakit.compat.packing import packed, to_rows
 from mambakit.ops.shapes import bind
 
 __all__ = ["causal_conv1d_varlen_states", "causal_conv1d_varlen_states_ref"]
 
 
+@of_tensors
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """From `x` (tokens, v), the last `state_len` inputs of each sequence, (sequences, v, state_len), newest last.
 

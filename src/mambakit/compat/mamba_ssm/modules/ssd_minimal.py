@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from mambakit.compat.arguments import of_tensors
 from mambakit.ops.shapes import bind
 from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_path import SsdPath
@@ -10,6 +11,7 @@ from mambakit.ops.ssd_path import SsdPath
 __all__ = ["segsum", "ssd_minimal_discrete"]
 
 
+@of_tensors
 def segsum(x: Tensor) -> Tensor:
     """`out[.., t, s]`: the sum of `x` over the entries after `s` up to `t`, minus infinity where `s` is after `t`."""
     length = x.shape[-1]
@@ -22,6 +24,7 @@ def segsum(x: Tensor) -> Tensor:
 segsum_unstable = segsum
 
 
+@of_tensors
 def ssd_minimal_discrete(
     X: Tensor, A: Tensor, B: Tensor, C: Tensor, block_len: int, initial_states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import in_one_precision
+from mambakit.compat.arguments import in_one_precision, of_tensors
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
@@ -16,6 +16,7 @@ from mambakit.ops.shapes import bind
 __all__ = ["mamba_inner_fn", "mamba_inner_ref", "selective_scan_fn", "selective_scan_ref"]
 
 
+@of_tensors
 def selective_scan_fn(
     u: Tensor,
     delta: Tensor,
@@ -76,6 +77,7 @@ def by_token(name: str, x: Tensor, A: Tensor, size: Any) -> Tensor:
     return x_bgrS.permute(0, 3, 1, 2)
 
 
+@of_tensors
 def mamba_inner_fn(
     xz: Tensor,
     conv1d_weight: Tensor,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks import modules
-from mambakit.compat.arguments import in_one_precision, in_the_order
+from mambakit.compat.arguments import in_one_precision, in_the_order, of_tensors
 from mambakit.ops.norm import rms_norm
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
@@ -16,6 +16,7 @@ SUMMED = "x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscal
 """The arguments that all forms begin with."""
 
 
+@of_tensors
 def layer_norm_fn(
     x: Tensor,
     weight: Tensor,
@@ -68,6 +69,7 @@ def rms_norm_fn(**given: Any) -> Any:
     return layer_norm_fn(**given, is_rms_norm=True)
 
 
+@of_tensors
 def layer_norm_linear_fn(
     x: Tensor,
     norm_weight: Tensor,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import modules
-from mambakit.compat.arguments import in_one_precision, in_the_order
+from mambakit.compat.arguments import in_one_precision, in_the_order, of_tensors
 from mambakit.ops.norm import rms_norm
 
 __all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rms_norm_ref", "rmsnorm_fn"]
@@ -15,6 +15,7 @@ __all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rms_norm_ref", "rmsnorm_fn"]
 GATED = "x, weight, bias, z, eps, group_size, norm_before_gate"
 
 
+@of_tensors
 def layernorm_fn(
     x: Tensor,
     weight: Tensor,

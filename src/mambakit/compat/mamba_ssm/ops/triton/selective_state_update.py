@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import in_full_precision, in_the_order, step_size
+from mambakit.compat.arguments import in_full_precision, in_the_order, of_tensors, step_size
 from mambakit.compat.mamba2_core import scan
 from mambakit.compat.slots import Slots
 from mambakit.ops.selective_scan import selective_scan
@@ -15,6 +15,7 @@ from mambakit.ops.shapes import bind
 __all__ = ["selective_state_update", "selective_state_update_ref"]
 
 
+@of_tensors
 def selective_state_update(
     state: Tensor,
     x: Tensor,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order, step_size
+from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order, of_tensors, step_size
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
 from mambakit.compat.mamba2_core import scan, scan_packed
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
@@ -27,6 +27,7 @@ __all__ = [
 ALL_STEPS = (0.0, float("inf"))
 
 
+@of_tensors
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,
@@ -89,6 +90,7 @@ def mamba_chunk_scan(**given: Any) -> Tensor:
 ssd_chunk_scan_combined_ref = mamba_chunk_scan
 
 
+@of_tensors
 def ssd_selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -120,6 +122,7 @@ def ssd_selective_scan(
     return y.mT.unflatten(-1, (heads, p))
 
 
+@of_tensors
 def mamba_split_conv1d_scan_combined(
     zxbcdt: Tensor,
     conv1d_weight: Tensor,
@@ -200,6 +203,7 @@ def mamba_split_conv1d_scan_ref(**given: Any) -> Tensor:
     return mamba_split_conv1d_scan_combined(**given)
 
 
+@of_tensors
 def mamba_conv1d_scan_ref(
     xBC: Tensor,
     conv1d_weight: Tensor,

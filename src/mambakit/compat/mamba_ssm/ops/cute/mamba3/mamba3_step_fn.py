@@ -4,12 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.compat.arguments import of_tensors
 from mambakit.ops.shapes import bind
 from mambakit.ops.trapezoid import trapezoid
 
 __all__ = ["mamba3_step_fn"]
 
 
+@of_tensors
 def mamba3_step_fn(
     state: Tensor,
     Bstate: Tensor,

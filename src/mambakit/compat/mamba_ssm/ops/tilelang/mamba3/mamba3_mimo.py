@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.compat import mamba3_core
+from mambakit.compat.arguments import of_tensors
 from mambakit.ops.norm import rms_norm
 
 __all__ = ["mamba3_mimo"]
 
 
+@of_tensors
 def mamba3_mimo(
     Q: Tensor,
     K: Tensor,

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mambakit.compat.arguments import of_tensors
 from mambakit.compat.mamba3_core import turned_by
 from mambakit.compat.packing import from_rows, packed, to_rows
 from mambakit.ops.shapes import bind
@@ -12,6 +13,7 @@ from mambakit.ops.shapes import bind
 __all__ = ["angle_dt_fwd"]
 
 
+@of_tensors
 def angle_dt_fwd(
     angle: Tensor,
     dt: Tensor,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.compat.arguments import in_the_order
+from mambakit.compat.arguments import in_the_order, of_tensors
 from mambakit.compat.mamba3_core import turned_by
 from mambakit.ops.rotation import rotate_all
 from mambakit.ops.shapes import bind
@@ -13,6 +13,7 @@ from mambakit.ops.shapes import bind
 __all__ = ["apply_rotary_qk_inference_fwd", "apply_rotary_qk_inference_reference"]
 
 
+@of_tensors
 def apply_rotary_qk_inference_fwd(
     q: Tensor,
     k: Tensor,

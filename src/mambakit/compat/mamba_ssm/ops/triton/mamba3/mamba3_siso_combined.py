@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.compat import mamba3_core
+from mambakit.compat.arguments import of_tensors
 
 __all__ = ["mamba3_siso_combined"]
 
 
+@of_tensors
 def mamba3_siso_combined(
     Q: Tensor,
     K: Tensor,

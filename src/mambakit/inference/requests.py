@@ -1,0 +1,172 @@
+"""What is asked of an engine, and how far it has come."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from mambakit.inference.sampling import Sampler
+
+
+class Tokenizer(Protocol):
+    """What turns ids into text, such as those of `mambakit.text.tokens`."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class State(NamedTuple):
+    """Where a model stands after some tokens."""
+
+    ids: tuple[int, ...]
+    x_1d: Tensor
+    """The residual stream at the last of them: what the next token's logits are made of."""
+    cache: Any
+
+
+class LogProbs(NamedTuple):
+    logprob: float
+    """Of the token that came."""
+    likeliest: dict[int, float]
+    """The most likely ones, as many as were asked for."""
+
+
+class Request:
+    """One prompt and what follows it. Its fields may be read from any thread at any time."""
+
+    def __init__(
+        self,
+        ids: list[int],
+        *,
+        max_new_tokens: int | None,
+        sampler: Sampler,
+        seed: int,
+        stops: "Stops",
+        logprobs: int | None,
+        echo: bool,
+        ends: Sequence[int],
+        keep_state: bool,
+        state: State | None,
+        on_token: "Callable[[Request], None] | None",
+    ):
+        self.ids = ids
+        self.max_new_tokens, self.sampler, self.seed = max_new_tokens, sampler, seed
+        self.stops, self.top, self.echo = stops, logprobs, echo
+        self.ends, self.keep_state, self.given_state, self.on_token = ends, keep_state, state, on_token
+        self.tokens: list[int] = []
+        """New ones, a stop included."""
+        self.logprobs: list[LogProbs] = []
+        """Of each new token, where asked for."""
+        self.prompt_logprobs: list[LogProbs] = []
+        """Of each of the prompt's tokens but the first, with `echo`."""
+        self.reused_tokens = 0
+        self.why_not_more = ""
+        """Why not more of the prompt was known already, in a clause."""
+        self.state: State | None = None
+        """After all of it, with `keep_state`."""
+        self.finish_reason: str | None = None
+        """"stop", "length", "cancelled" or "error"; None while it goes on."""
+        self.error: Exception | None = None
+        self.is_cancelled = False
+        self._finished = threading.Event()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    @property
+    def text(self) -> str:
+        """What the new tokens say, up to a stop string if one came."""
+        return self.stops.text(self.tokens, final=self.done)
+
+    def cancel(self) -> None:
+        """Let go of it at the next step; what has come stays."""
+        self.is_cancelled = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until it is done, while another thread steps the engine."""
+        return self._finished.wait(timeout)
+
+    def ends_by(self) -> str | None:
+        """For the engine, after a token: what ends it."""
+        if self.stops.found(self.tokens):
+            return "stop"
+        return "length" if len(self.tokens) == self.max_new_tokens else None
+
+    def finish(self, reason: str, error: Exception | None = None) -> None:
+        """For the engine."""
+        self.finish_reason, self.error = reason, error
+        self._finished.set()
+        self.tell()
+
+    def tell(self) -> None:
+        if self.on_token is not None:
+            self.on_token(self)
+
+
+class Stops:
+    """What ends a request: sequences of ids, and strings that a tokenizer's text may come to hold."""
+
+    WINDOW = 16
+    """Tokens that are decoded again with every new one: more than one character takes."""
+
+    def __init__(
+        self, ids: Sequence[Sequence[int]] = (), strings: Sequence[str] = (), tokenizer: Tokenizer | None = None
+    ):
+        if strings and tokenizer is None:
+            raise ValueError("stop strings are found in text, so the engine needs a tokenizer")
+        if not all(strings):
+            raise ValueError("a stop string is empty")
+        self._ids, self._strings, self._tokenizer = [list(one) for one in ids], list(strings), tokenizer
+        self._said, self._counted = "", 0
+        self._lock = threading.Lock()
+
+    def found(self, tokens: list[int]) -> bool:
+        """Whether these tokens, of which all but the last were asked for before, end it."""
+        if any(tokens[-len(one) :] == one for one in self._ids):
+            return True
+        return bool(self._strings) and self._cut(self._text(tokens)) is not None
+
+    def text(self, tokens: Sequence[int], final: bool) -> str:
+        """Without what a stop string cuts off, and, while it goes on, without what may become one."""
+        said = self._text(tokens)
+        cut = self._cut(said)
+        if cut is not None:
+            return said[:cut]
+        if final:
+            return said
+        said = said.rstrip("\ufffd")  # a character whose bytes have not all come
+        longest = max(map(len, self._strings), default=1) - 1
+        for length in range(min(longest, len(said)), 0, -1):
+            if any(one.startswith(said[-length:]) for one in self._strings):
+                return said[:-length]
+        return said
+
+    def _cut(self, said: str) -> int | None:
+        places = [place for place in (said.find(one) for one in self._strings) if place >= 0]
+        return min(places, default=None)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Decoded in pieces, so that a long text is not decoded whole again for every token."""
+        if self._tokenizer is None:
+            raise ValueError("text needs an engine with a tokenizer")
+        with self._lock:
+            # What lies far enough back no longer changes with what comes, if it ends in a whole character.
+            while len(tokens) - self._counted > 2 * self.WINDOW:
+                upto = self._counted + self.WINDOW
+                piece = self._piece(tokens, upto)
+                if piece.endswith("\ufffd"):
+                    break
+                self._said, self._counted = self._said + piece, upto
+            return self._said + self._piece(tokens, len(tokens))
+
+    def _piece(self, tokens: Sequence[int], upto: int) -> str:
+        """What tokens from the counted ones on add, told with the ones before, on which a space may depend."""
+        assert self._tokenizer is not None
+        before = list(tokens[max(0, self._counted - self.WINDOW) : self._counted])
+        known = self._tokenizer.decode(before) if before else ""
+        return self._tokenizer.decode([*before, *tokens[self._counted : upto]])[len(known) :]

@@ -1,0 +1,132 @@
+"""`POST /v1/chat/completions`."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from mambakit.serving.answers import Piece, Token, token_bytes, token_text, top_entries
+from mambakit.serving.errors import bad
+from mambakit.serving.exchange import Events
+from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
+from mambakit.serving.service import COMMON, FLAG, INERT, Generation, Service
+from mambakit.text.chat import Message, Rendered
+
+PART = record({"type": {"enum": ["text"]}, "text": text()}, "type", "text")
+NOTHING: Schema = {"type": "null"}
+MESSAGE = record(
+    {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [text(), array(PART, minItems=1), {"type": "null"}]},
+        "name": optional(text()),
+        "tool_call_id": optional(text()),
+        "tool_calls": optional(array({"type": "object"})),
+        "refusal": optional(text()),
+        "annotations": optional(array({})),
+        "audio": NOTHING,
+        "function_call": NOTHING,
+    },
+    "role",
+)
+NO_FORMAT: Schema = not_built("object", properties={"type": {"enum": ["text"]}}, additionalProperties=False)
+SCHEMA = record(
+    {
+        **COMMON,
+        **INERT,
+        "messages": array(MESSAGE, minItems=1),
+        "max_tokens": optional(integer(1)),
+        "max_completion_tokens": optional(integer(1)),
+        "logprobs": FLAG,
+        "top_logprobs": optional(integer(0, 20)),
+        "response_format": NO_FORMAT,
+        "tools": not_built("array", maxItems=0),
+        "tool_choice": {"enum": ["none", "auto", None]},
+        "parallel_tool_calls": FLAG,
+        "store": FLAG,
+        "modalities": optional(array({"enum": ["text"]})),
+    },
+    "messages",
+)
+EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+
+
+def read_message(message: dict[str, Any]) -> Message:
+    """A message as templates read it: its content in one text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    return {**{name: value for name, value in message.items() if value is not None}, "content": content or ""}
+
+
+async def render(service: Service, messages: list[Message]) -> Rendered:
+    try:
+        # Beside the event loop: a long conversation takes a while.
+        return await asyncio.to_thread(service.chat.render, messages)
+    except ValueError as error:
+        raise bad(str(error), "messages") from error
+
+
+async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Events:
+    service.check_model(body)
+    rendered = await render(service, [read_message(one) for one in body["messages"]])
+    wanted = body.get("top_logprobs") or (0 if body.get("logprobs") else None)
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    run = service.begin(
+        [(rendered.ids, rendered.ends)], body, max_tokens=limit, logprobs=wanted, stops=service.chat.stops
+    )
+    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
+    if body.get("stream"):
+        return Events(chunks(service, run, head, body, wanted), run.close)
+    choices = [message_of(service, *one, wanted) for one in enumerate(await run.collect())]
+    return {**head, "object": "chat.completion", "choices": choices, "usage": run.usage()}
+
+
+def message_of(service: Service, index: int, pieces: list[Piece], wanted: int | None) -> dict[str, Any]:
+    tokens = [token for piece in pieces for token in piece.tokens]
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None},
+        "logprobs": None if wanted is None else logprobs_of(service, tokens, wanted),
+        "finish_reason": pieces[-1].finish,
+    }
+
+
+async def chunks(
+    service: Service, run: Generation, head: dict[str, Any], body: dict[str, Any], wanted: int | None
+) -> AsyncGenerator[Any, None]:
+    options = body.get("stream_options") or {}
+    always = bool(options.get("continuous_usage_stats"))
+
+    def chunk(index: int, delta: dict[str, Any], piece: Piece | None = None) -> dict[str, Any]:
+        logprobs = None if piece is None or wanted is None else logprobs_of(service, piece.tokens, wanted)
+        finish = None if piece is None else piece.finish
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        usage = {"usage": run.usage()} if always else {}
+        return {**head, "object": "chat.completion.chunk", "choices": [choice], **usage}
+
+    for index in range(len(run.choices)):
+        yield chunk(index, {"role": "assistant", "content": ""})
+    async for index, piece in run.pieces():
+        if piece.text or piece.finish or wanted is not None:
+            yield chunk(index, {"content": piece.text} if piece.text else {}, piece)
+    if options.get("include_usage"):
+        yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": run.usage()}
+    yield "[DONE]"
+
+
+def logprobs_of(service: Service, tokens: list[Token], wanted: int) -> dict[str, Any]:
+    def entry(id: int, logprob: float | None) -> dict[str, Any]:
+        shown = {"token": token_text(service.tokens, id), "bytes": token_bytes(service.tokens, id)}
+        return {**shown, "logprob": finite(logprob)}
+
+    content = [
+        {**entry(token.id, token.logprob), "top_logprobs": [entry(*one) for one in top_entries(token.top, wanted)]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def finite(logprob: float | None) -> float:
+    """JSON has no infinity; OpenAI's stand-in for what cannot happen."""
+    return -9999.0 if logprob is None or logprob < -9999 else logprob

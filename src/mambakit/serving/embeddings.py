@@ -1,0 +1,44 @@
+"""`POST /v1/embeddings`: the mean of the residual stream after the last layer, over the tokens of a text."""
+
+import base64
+import struct
+from typing import Any
+
+from mambakit.serving.completions import read_prompts, texts_or_ids
+from mambakit.serving.errors import overloaded
+from mambakit.serving.schema import Schema, not_built, optional, record, text
+from mambakit.serving.service import Service, embed_steps
+
+
+def make_schema(vocab_size: int) -> Schema:
+    return record(
+        {
+            "model": optional(text()),
+            "input": texts_or_ids(vocab_size),
+            "encoding_format": {"enum": ["float", "base64", None]},
+            "dimensions": not_built("integer", maximum=0),
+            "user": optional(text()),
+        },
+        "input",
+    )
+
+
+EXAMPLE = {"input": "some text"}
+
+
+async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    service.check_model(body)
+    if service.draining:
+        raise overloaded("the server is stopping", status=503)
+    prompts = await read_prompts(service, body["input"])
+    vectors = [await service.worker.work(embed_steps(service.model, ids)) for ids in prompts]
+    if body.get("encoding_format") == "base64":
+        vectors = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
+    data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(vectors)]
+    count = sum(map(len, prompts))
+    return {
+        "object": "list",
+        "data": data,
+        "model": service.name,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }

@@ -1,0 +1,287 @@
+"""Many requests at once: each gets what it would get alone."""
+
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+
+import mambakit as mk
+from mambakit.inference import Engine, State
+from mambakit.text.tokens import Bytes
+
+M2 = mk.Mamba2Config(d_model=16, state_rank=8, per_head_dim=8)
+MODELS = {
+    "mamba1": {"block": mk.Mamba1Config(d_model=16, state_rank=4), "n_layer": 2},
+    "mamba2": {"block": M2, "n_layer": 2},
+    "mamba3": {"block": mk.Mamba3Config(d_model=16, state_rank=8, per_head_dim=8), "n_layer": 2},
+    "hybrid": {
+        "layers": (
+            (mk.ParallelConfig(M2, mk.AttentionConfig(16, 4, 2, rope_theta=1e4)), mk.MLPConfig(16, 24)),
+            (mk.AttentionConfig(16, 2, window=20), mk.MoEConfig(16, 12, 4, 2)),
+        )
+    },
+}
+VOCABULARY = 257
+
+
+def make(name: str, bits: int | None = None) -> mk.LanguageModel:
+    torch.manual_seed(0)
+    model = mk.LanguageModel(mk.ModelConfig(vocab_size=VOCABULARY, **MODELS[name]))
+    with torch.no_grad():
+        model.backbone.embedding.weight.normal_()  # so that every prompt goes its own way
+    return model if bits is None else mk.quantize(model, bits=bits)
+
+
+def prompts(count: int, seed: int = 3) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 90))] for _ in range(count)]
+
+
+def options(i: int) -> dict:
+    """Of all kinds, request by request."""
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_k": 20},
+        {"top_p": 0.9, "repetition_penalty": 1.2},
+        {"temperature": 1.3, "min_p": 0.01},
+    ]
+    return {**kinds[i % 4], "seed": i, "max_new_tokens": 3 + 5 * i % 31}
+
+
+def alone(model: mk.LanguageModel, ids: list[int], backend: str = "auto", **more) -> list[int]:
+    engine = Engine(model, max_rows=1, backend=backend)
+    request = engine.add(ids, **more)
+    engine.run()
+    return request.tokens
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_together_as_alone(name, bits):
+    model = make(name, bits)
+    given = prompts(40)
+    engine = Engine(model, max_rows=35, prefill_chunk=50)
+    draw, requests = random.Random(1), []
+    for i, ids in enumerate(given):
+        requests.append(engine.add(ids, **options(i)))
+        for _ in range(draw.randrange(3)):
+            engine.step()
+        if i % 9 == 8:
+            requests[-3].cancel()
+    engine.run()
+    assert engine.active == engine.waiting == 0
+    for i, request in enumerate(requests):
+        want = alone(model, given[i], **options(i))
+        assert request.done
+        if request.finish_reason == "cancelled":
+            assert want[: len(request.tokens)] == request.tokens
+        else:
+            assert (request.finish_reason, request.tokens) == ("length", want)
+    assert sum(request.finish_reason == "cancelled" for request in requests) >= 3
+
+
+@pytest.mark.parametrize("name", ["mamba2", "hybrid"])
+def test_as_generate_gives_it(name):
+    model = make(name)
+    for i, ids in enumerate(prompts(6)):
+        want = mk.generate(model, ids, **options(i))
+        assert alone(model, ids, **options(i)) == want[0].tolist()
+        assert (
+            alone(model, ids, "torch", **options(i))
+            == mk.generate(model, ids, **options(i), backend="torch")[0].tolist()
+        )
+
+
+@pytest.mark.parametrize("name", ["mamba2", "hybrid"])
+def test_on_the_torch_backend_rows_come_and_go(name):
+    model = make(name)
+    engine = Engine(model, max_rows=5, backend="torch")
+    requests = [engine.add(ids, **options(i)) for i, ids in enumerate(prompts(12))]
+    engine.run()
+    for i, (request, ids) in enumerate(zip(requests, prompts(12), strict=True)):
+        assert request.tokens == alone(model, ids, "torch", **options(i))
+
+
+def test_long_prompts_do_not_hold_up_others():
+    model = make("mamba2")
+    engine = Engine(model, prefill_chunk=16)
+    first = engine.add([1, 2, 3], max_new_tokens=20, temperature=0)
+    engine.step()
+    long = engine.add(list(range(200)), max_new_tokens=2, temperature=0)
+    behind = engine.add([5], max_new_tokens=1, temperature=0)
+    for _ in range(5):
+        engine.step()
+    assert len(first.tokens) == 6
+    assert not long.tokens
+    assert engine.waiting == 2
+    engine.run()
+    assert len(long.tokens) == 2
+    assert len(behind.tokens) == 1
+
+
+class TestEnds:
+    def test_ids_strings_and_lengths(self):
+        model, tokens = make("mamba1"), Bytes()
+        free = alone(model, [65, 66], max_new_tokens=40, temperature=1.0, seed=5)
+        engine = Engine(model, tokenizer=tokens)
+        text = tokens.decode(free)
+        by_id = engine.add([65, 66], max_new_tokens=40, seed=5, stop=free[7])
+        by_ids = engine.add([65, 66], max_new_tokens=40, seed=5, stop=[free[10:12], VOCABULARY - 1])
+        by_text = engine.add([65, 66], max_new_tokens=40, seed=5, stop=[text[5:8], "never there"])
+        nothing = engine.add([65, 66], max_new_tokens=0)
+        engine.run()
+        assert by_id.tokens == free[: free.index(free[7]) + 1]
+        assert by_ids.tokens[-2:] == free[10:12]
+        assert by_text.text == text[: text.index(text[5:8])]
+        assert [one.finish_reason for one in (by_id, by_ids, by_text, nothing)] == ["stop", "stop", "stop", "length"]
+        assert nothing.tokens == []
+
+    def test_text_as_it_comes_only_grows(self):
+        model, tokens = make("mamba1"), Bytes()
+        engine, seen = Engine(model, tokenizer=tokens), []
+        request = engine.add(
+            [65], max_new_tokens=120, seed=1, stop=["zzzz"], on_token=lambda request: seen.append(request.text)
+        )
+        engine.run()
+        assert len(seen) == 121 - (request.finish_reason == "length")
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
+        assert seen[-1] == tokens.decode(request.tokens)
+
+    def test_cancelled_everywhere(self):
+        model = make("mamba2")
+        engine = Engine(model, prefill_chunk=8, max_rows=2)
+        running, reading, waiting = (engine.add(list(range(20)), seed=0) for _ in range(3))
+        while not running.tokens:
+            engine.step()
+        for request in (waiting, reading, running):
+            request.cancel()
+        engine.step()
+        assert [one.finish_reason for one in (running, reading, waiting)] == ["cancelled"] * 3
+        assert not engine.step()
+
+
+class TestStates:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_going_on_from_a_state(self, name):
+        model = make(name)
+        engine = Engine(model)
+        first = engine.add([1, 2, 3, 4], max_new_tokens=5, temperature=0, keep_state=True)
+        engine.run()
+        assert isinstance(first.state, State)
+        assert first.state.ids == (1, 2, 3, 4, *first.tokens)
+        more = [*first.state.ids, 9, 8]
+        again = engine.add(more, max_new_tokens=5, temperature=0, state=first.state)
+        same = engine.add(list(first.state.ids), max_new_tokens=3, temperature=0, state=first.state)
+        engine.run()
+        assert again.reused_tokens == 9
+        assert again.tokens == alone(model, more, max_new_tokens=5, temperature=0)
+        assert same.tokens == alone(model, list(first.state.ids), max_new_tokens=3, temperature=0)
+        with pytest.raises(ValueError, match="does not begin with the tokens of its state"):
+            engine.add([7, 7], state=first.state)
+
+    @pytest.mark.parametrize("name", ["mamba2", "hybrid"])
+    def test_known_prefixes(self, name):
+        model, known = make(name), mk.PrefixCache()
+        engine = Engine(model, prefix_cache=known, prefill_chunk=16)
+        shared, own = prompts(1, 8)[0] * 2, prompts(3, 9)
+        for ids in own:
+            request = engine.add([*shared, *ids], max_new_tokens=4, temperature=0, ends=[len(shared)])
+            engine.run()
+            assert request.tokens == alone(model, [*shared, *ids], max_new_tokens=4, temperature=0)
+        assert request.reused_tokens == len(shared)
+        follow = [*shared, *own[2], *request.tokens, 3]
+        after = engine.add(follow, max_new_tokens=4, temperature=0)
+        engine.run()
+        assert after.reused_tokens == len(follow) - 1
+        assert after.tokens == alone(model, follow, max_new_tokens=4, temperature=0)
+
+
+class TestLogProbs:
+    def test_of_tokens_and_prompt(self):
+        model = make("mamba2")
+        engine = Engine(model, prefill_chunk=5)
+        ids = prompts(1)[0]
+        request = engine.add(ids, max_new_tokens=4, temperature=0, logprobs=3, echo=True)
+        engine.run()
+        with torch.no_grad():
+            logits, _ = model(torch.tensor([[*ids, *request.tokens]]))
+        want = logits[0].log_softmax(-1)
+        everything = [*ids, *request.tokens]
+        told = [*request.prompt_logprobs, *request.logprobs]
+        assert len(told) == len(everything) - 1
+        for place, one in enumerate(told):
+            assert one.logprob == pytest.approx(float(want[place, everything[place + 1]]), abs=1e-4)
+            assert len(one.likeliest) == 3
+            assert max(one.likeliest.values()) == pytest.approx(float(want[place].max()), abs=1e-4)
+
+
+class TestTrouble:
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            ({"ids": []}, "ids has shape"),
+            ({"ids": [VOCABULARY]}, "ids has ids from"),
+            ({"ids": [1.5]}, "integer token ids"),
+            ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+            ({"temperature": -1}, "temperature is -1"),
+            ({"stop": "text"}, "needs a tokenizer"),
+            ({"stop": [[]]}, "stop 0"),
+            ({"ends": [5]}, "ends = "),
+            ({"logprobs": -2}, "logprobs is -2"),
+            ({"seed": "x"}, "seed is 'x'"),
+        ],
+    )
+    def test_what_makes_no_sense(self, given, told):
+        engine = Engine(make("mamba1"))
+        with pytest.raises(ValueError, match=told):
+            engine.add(**{"ids": [1, 2], **given})
+        assert engine.waiting == 0
+        with pytest.raises(ValueError, match="max_rows is 0"):
+            Engine(make("mamba1"), max_rows=0)
+
+    def test_one_that_fails_takes_nobody_along(self):
+        model = make("mamba2")
+        engine = Engine(model)
+        good = engine.add([1, 2], max_new_tokens=6, temperature=0)
+        poison = Engine(model)
+        spoiled = poison.add([3], max_new_tokens=1, temperature=0, keep_state=True)
+        poison.run()
+        assert spoiled.state is not None
+        window, ssm = spoiled.state.cache[0]
+        broken = (type(spoiled.state.cache[0])(window, ssm * float("nan")), *spoiled.state.cache[1:])
+        bad = engine.add(
+            [*spoiled.state.ids, 1], max_new_tokens=6, temperature=0, state=spoiled.state._replace(cache=broken)
+        )
+        wrong = engine.add([*spoiled.state.ids, 1], max_new_tokens=6, state=spoiled.state._replace(cache=("no cache",)))
+        engine.run()
+        assert good.tokens == alone(model, [1, 2], max_new_tokens=6, temperature=0)
+        assert (bad.finish_reason, wrong.finish_reason) == ("error", "error")
+        assert "not finite" in str(bad.error)
+        assert isinstance(wrong.error, ValueError)
+
+    def test_requests_from_many_threads(self):
+        model = make("mamba2")
+        engine, done = Engine(model, max_rows=8), threading.Event()
+        requests: list = [None] * 24
+
+        def stepping() -> None:
+            while not done.is_set():
+                engine.step()
+
+        def asking(i: int) -> None:
+            requests[i] = engine.add(prompts(24)[i], **options(i))
+            assert requests[i].wait(60)
+
+        worker = threading.Thread(target=stepping)
+        worker.start()
+        askers = [threading.Thread(target=asking, args=(i,)) for i in range(24)]
+        for thread in askers:
+            thread.start()
+        for thread in askers:
+            thread.join()
+        done.set()
+        worker.join()
+        for i, ids in enumerate(prompts(24)):
+            assert requests[i].tokens == alone(model, ids, **options(i))
