@@ -15,7 +15,8 @@ import torch
 
 from blocks import CONFIGS
 from mambakit import LanguageModel, ModelConfig, generate, load_model, save_model, stream
-from mambakit.inference.sessions import UNFINISHED, Sessions, State, identity
+from mambakit.inference import Engine, State
+from mambakit.inference.sessions import UNFINISHED, Sessions, identity
 from test_caches import assert_same
 
 KILLS = 30
@@ -59,6 +60,28 @@ def test_a_parked_conversation_goes_on_after_a_restart(name, tmp_path):
     check_state(resumed, parked)
     got, want = (generate(model, second, max_new_tokens=9, temperature=0, cache=c) for c in (resumed.cache, cache))
     assert torch.equal(got, want)
+
+
+def test_an_engine_goes_on_from_what_another_parked(tmp_path):
+    model, prompt, more = make_model(), [1, 2, 3, 4, 5], [6, 7]
+
+    def answer(ids: list[int], state: State | None = None) -> Any:
+        engine = Engine(model)
+        request = engine.add(ids, max_new_tokens=6, temperature=0, keep_state=True, state=state)
+        engine.run()
+        return request
+
+    first = answer(prompt)
+    sessions = Sessions(tmp_path, model)
+    sessions.park("chat", first.state)
+    ids = [*prompt, *first.tokens, *more]
+    again = answer(ids, sessions.resume("chat"))
+    assert again.reused_tokens == len(prompt) + 6
+    assert again.tokens == answer(ids).tokens
+    sessions.branch("chat", "another")
+    sessions.park("chat", again.state)
+    assert answer(ids, sessions.rollback("chat")).tokens == again.tokens
+    assert answer([*prompt, *first.tokens, 9], sessions.resume("another")).reused_tokens == len(prompt) + 6
 
 
 def test_states_of_another_model_are_refused(tmp_path):

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mambakit.blocks import caches
 from mambakit.checkpoints.writing import sync
 from mambakit.inference.fingerprint import checksum
+from mambakit.inference.requests import State
 
 KEY = "key"
 """The file in a session's folder that holds its key, and by its time says when the session was last used."""
@@ -27,15 +27,6 @@ UNFINISHED = "unfinished"
 """The folder for what is being written; what lies there for longer than this belongs to nobody any more:"""
 UNFINISHED_SECONDS = 600
 PIECE = 1 << 20
-
-
-class State(NamedTuple):
-    """Where a model stands after some tokens."""
-
-    ids: tuple[int, ...]
-    x_1d: Tensor
-    """The residual stream at the last of them: what the next token's logits are made of."""
-    cache: Any
 
 
 class Sessions:
