@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from mambakit.blocks.family import presets
+from mambakit.cli.layers import model_config
+from mambakit.cli.run_options import with_defaults
+from mambakit.models.language_model import LanguageModel
 from mambakit.ops.backends import backend_names
 from mambakit.ops.ssd_path import ALGORITHMS, SsdPath
 from mambakit.tools.benchmark import KINDS, Subject, make_model, measure
@@ -26,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--d-model", type=int, default=768, metavar="WIDTH")
     parser.add_argument("--state-rank", type=int, metavar="RANK", help="default: the family's")
     parser.add_argument("--per-head-dim", type=int, metavar="WIDTH", help="default: the family's")
-    parser.add_argument("--layers", type=int, default=4, help="of a model")
+    parser.add_argument("--layers", default="4", help='of a model: their number, or a pattern like "3*M2 A"')
     parser.add_argument("--vocabulary", type=int, default=50_288, help="of a model")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=512, help="of forward and training; a step takes one")
@@ -41,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    for name in ("batch", "tokens", "layers", "vocabulary", "repeats"):
+    is_pattern = not args.layers.lstrip("+-").isdigit()
+    if is_pattern and args.what != "model":
+        raise ValueError(f"--layers {args.layers!r} is a pattern of a model's layers; add --what model")
+    args.layers = args.layers if is_pattern else int(args.layers)
+    for name in ("batch", "tokens", "vocabulary", "repeats", *([] if is_pattern else ["layers"])):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}, expected at least 1")
     if args.threads is not None:
@@ -77,6 +84,10 @@ def make_subject(args: argparse.Namespace) -> Subject:
     torch.manual_seed(0)
     if args.what == "model":
         ids = torch.randint(args.vocabulary, (args.batch, args.tokens))
+        if isinstance(args.layers, str):
+            given = {"layers": args.layers, "d_model": args.d_model, "state_rank": args.state_rank}
+            given |= {"seq_len": args.tokens} | ({"head_dim": args.per_head_dim} if args.per_head_dim else {})
+            return Subject(LanguageModel(model_config(with_defaults(given), args.vocabulary)), ids, paths)
         return Subject(make_model(config, args.layers, args.vocabulary), ids, paths)
     return Subject(family.block(config), torch.randn(args.batch, args.tokens, args.d_model), paths)
 
@@ -100,6 +111,8 @@ def cells(row: dict[str, Any]) -> list[str]:
 def title(result: dict[str, Any]) -> str:
     options, machine = result["options"], result["machine"]
     what = options["family"] + (f" model of {options['layers']} layers" if options["what"] == "model" else " block")
+    if isinstance(options["layers"], str):
+        what = f"model of the layers {options['layers']}"
     shape = f"d_model {options['d_model']}, {options['batch']} x {options['tokens']} tokens"
     return f"{what}, {shape}, {machine['threads']} threads"
 

@@ -75,11 +75,20 @@ def fresh_state(model: LanguageModel, batch: int) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in flat(model.fresh_cache(batch))]
 
 
+def grows(cache: Any) -> bool:
+    return isinstance(cache, tuple) and (hasattr(cache, "grows") or any(map(grows, cache)))
+
+
 def check_exportable(model: LanguageModel) -> None:
     if not isinstance(model, LanguageModel):
         raise ValueError(f"only a LanguageModel can be exported this way, got {type(model).__name__}")
-    if hasattr(model.fresh_cache(1), "_fields"):
+    cache = model.fresh_cache(1)
+    if hasattr(cache, "_fields"):
         raise ValueError("models with class latents carry cursors besides their state; export a model without them")
+    growing = [f"layer{i}" for i, one in enumerate(cache) if grows(one)]
+    if growing:
+        told = f"the keys and values of {', '.join(growing)} grow with the text, and a program's state has fixed sizes"
+        raise ValueError(f"{told}; export a model without attention")
 
 
 def export_prefill(model: LanguageModel, tokens: int) -> Program:

@@ -16,7 +16,7 @@ from mambakit.ops import few_rows
 
 Model = TypeVar("Model", bound=nn.Module)
 
-PROJECTIONS = ("in_proj", "out_proj", "x_proj", "fc1", "fc2", "lm_head")
+PROJECTIONS = ("in_proj", "out_proj", "x_proj", "fc1", "fc2", "latent_in", "latent_out", "lm_head")
 """What is quantized. `dt_proj` is small and sets step sizes, to which the state is sensitive; a mixture's `router` is
 small too and chooses. Its experts are no `nn.Linear` and stay as they are; a shared expert is an MLP like others."""
 

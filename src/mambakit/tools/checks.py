@@ -14,9 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks.block import Block
-from mambakit.blocks.family import presets
+from mambakit.blocks.config import BlockConfig
+from mambakit.blocks.family import FAMILIES, presets
+from mambakit.blocks.mlp import MLPConfig
+from mambakit.blocks.moe import MoEConfig
+from mambakit.blocks.parallel import ParallelConfig
 from mambakit.inference.decoder import Decoder
 from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.models.stack import Stack, StackConfig
 from mambakit.ops.backends import BACKENDS
 from mambakit.ops.decode import DECODE
 from mambakit.ops.operation import OPERATIONS
@@ -25,6 +30,7 @@ from mambakit.ops.ssd import SSD, ssd
 from mambakit.ops.ssd_path import SsdPath
 
 PACKAGES = ("torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "rich", "matplotlib", "triton")
+MIXERS = ("mamba2", "mamba3", "attention")
 # Largest error relative to the largest element: of values, and of gradients.
 LIMITS = {
     torch.float64: (1e-10, 1e-8),
@@ -113,7 +119,20 @@ def checks_of(
         yield f"{name}, forward = step", partial(step_error, make), limit
         yield f"{name}, gradients", partial(gradient_error, make), gradient_limit
         if backend in DECODE.kernels and dtype == torch.float32 and family.step is not None:
-            yield f"{name}, a model's token in one call", partial(decoder_error, config), limit
+            model = ModelConfig(block=config, n_layer=2, vocab_size=40, d_intermediate=16)
+            yield f"{name}, a model's token in one call", partial(decoder_error, model), limit
+    yield "hybrid, forward = step", partial(step_error, partial(Stack, StackConfig(layers=hybrid()))), limit
+    if backend in DECODE.kernels and dtype == torch.float32:
+        model = ModelConfig(layers=hybrid(), vocab_size=40)
+        yield "hybrid, a model's token in one call", partial(decoder_error, model), limit
+
+
+def hybrid() -> tuple[tuple[BlockConfig, ...], ...]:
+    """Layers of several kinds of blocks. All experts are chosen, as rounding might choose others."""
+    mamba2, mamba3, attention = (FAMILIES[name].configure(FAMILIES[name].example) for name in MIXERS)
+    width = mamba2.d_model
+    experts, mlp = MoEConfig(width, 16, 2, 2), MLPConfig(width, 40)
+    return (mamba2, experts), (attention, mlp), (ParallelConfig(mamba3, attention), mlp)
 
 
 def backends(device: str, dtype: torch.dtype) -> list[str]:
@@ -167,7 +186,7 @@ def scan_error(path: SsdPath, device: torch.device, dtype: torch.dtype) -> float
     return max(relative(y[0], torch.stack(expected)), relative(last[0], h))
 
 
-def made(make: Any, device: torch.device, dtype: torch.dtype) -> Block:
+def made(make: Any, device: torch.device, dtype: torch.dtype) -> Block | Stack:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return make().to(device, dtype)
@@ -184,8 +203,15 @@ def step_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.dtyp
             y, cache = block(x[:, t : t + 1], cache, path=path)
             steps.append(y)
     assert cache is not None, "nine tokens leave a cache"
-    states = [relative(a, b) for a, b in zip(cache, last, strict=True) if isinstance(a, Tensor) and a.any()]
+    pairs = zip(tensors_in(cache), tensors_in(last), strict=True)
+    states = [relative(a, b) for a, b in pairs if a.any()]
     return max([relative(torch.cat(steps, 1), whole), *states])
+
+
+def tensors_in(cache: Any) -> list[Tensor]:
+    if not isinstance(cache, tuple):
+        return [cache] if isinstance(cache, Tensor) else []
+    return [tensor for part in cache for tensor in tensors_in(part)]
 
 
 def gradient_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
@@ -207,11 +233,11 @@ def gradient_error(make: Any, path: SsdPath, device: torch.device, dtype: torch.
     return max(relative(a, b) for a, b in zip(found, plain, strict=True) if b.abs().max() > 0)
 
 
-def decoder_error(config: Any, path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
-    """A model of two layers decoding in one call per token against the same model in float64, stepped by modules."""
+def decoder_error(config: ModelConfig, path: SsdPath, device: torch.device, dtype: torch.dtype) -> float:
+    """A model decoding in one call per token against the same model in float64, stepped by modules."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
-        model = LanguageModel(ModelConfig(block=config, n_layer=2, vocab_size=40, d_intermediate=16)).to(device, dtype)
+        model = LanguageModel(config).to(device, dtype)
     ids_bs = torch.arange(14, device=device).view(2, 7) * 5 % 40
     with torch.no_grad():
         whole, _ = copy.deepcopy(model).double()(ids_bs, path=SsdPath(backend="torch"))
