@@ -17,14 +17,21 @@ from mambakit.text.tokens import Bytes
 from trainer_cases import make_model
 
 
-def make_service(**changed: Any) -> Service:
+def make_service(store: Store | None = None, **changed: Any) -> Service:
     model, tokens = make_model().eval(), Bytes()
     worker = Worker(Engine(model, 8, PrefixCache(), tokenizer=tokens))
     limits = Limits(**{"max_tokens": 24, "grace": 5.0, **changed})
     metrics = Metrics(lambda: worker.waiting, lambda: worker.active)
     chat = Chat(tokens, start=[256], stop_ids=[256])
     return Service(
-        name="tiny", model=model, tokens=tokens, chat=chat, worker=worker, store=Store(), metrics=metrics, limits=limits
+        name="tiny",
+        model=model,
+        tokens=tokens,
+        chat=chat,
+        worker=worker,
+        store=store or Store(),
+        metrics=metrics,
+        limits=limits,
     )
 
 

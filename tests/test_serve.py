@@ -12,6 +12,7 @@ import torch
 
 import mambakit as mk
 from mambakit.serving.answers import Text
+from mambakit.serving.store import StoreOnDisk
 from mambakit.text.tokens import Bytes
 from serve_cases import make_service, running
 
@@ -187,6 +188,104 @@ class TestResponses:
         answer = client.responses.create(model="tiny", input="hi", max_output_tokens=2, store=False)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(answer.id)
+
+
+class States:
+    """What a folder of sessions does, in memory that outlives a server."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def park(self, key, state):
+        self.kept[key] = state
+
+    def resume(self, key):
+        if key not in self.kept:
+            raise ValueError("there is no session")
+        return self.kept[key]
+
+    def delete(self, key):
+        self.kept.pop(key, None)
+
+
+@pytest.fixture(params=["memory", "sessions"])
+def states(request, tmp_path):
+    if request.param == "memory":
+        return States()
+    sessions = pytest.importorskip("mambakit.inference.sessions")
+    return sessions.Sessions(tmp_path / "states", make_service().model)
+
+
+def asked(url: str, **fields) -> dict:
+    answer = httpx.post(f"{url}/v1/responses", json={"max_output_tokens": 8, "temperature": 0, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def spoken(response: dict) -> str:
+    return response["output"][0]["content"][0]["text"]
+
+
+class TestStored:
+    """Responses in a folder."""
+
+    def test_a_conversation_goes_on_after_a_restart(self, tmp_path, states):
+        with running(make_service(StoreOnDisk(tmp_path, states))) as url:
+            first = asked(url, input="hi")
+            here = asked(url, input="and", previous_response_id=first["id"])
+        with running(make_service(StoreOnDisk(tmp_path, states))) as url:
+            assert httpx.get(f"{url}/v1/responses/{first['id']}").json() == first
+            there = asked(url, input="and", previous_response_id=first["id"])
+            assert spoken(there) == spoken(here)
+            assert there["usage"]["input_tokens"] == here["usage"]["input_tokens"]
+            known = len(StoreOnDisk(tmp_path, states).get(first["id"]).ids)
+            assert there["usage"]["input_tokens_details"]["cached_tokens"] == known
+            branches = [asked(url, input=text, previous_response_id=first["id"]) for text in ("a", "b")]
+            assert all(one["usage"]["input_tokens_details"]["cached_tokens"] >= known for one in branches)
+            httpx.delete(f"{url}/v1/responses/{first['id']}")
+            assert httpx.get(f"{url}/v1/responses/{first['id']}").status_code == 404
+        assert not [path for path in (tmp_path / "responses").iterdir() if path.suffix != ".json"]
+
+    def test_an_end_that_says_nothing_is_no_part_of_the_conversation(self, tmp_path):
+        """The token that ends a document has no text, so the next message does not stand behind it."""
+        states, ended = States(), None
+        service = make_service(StoreOnDisk(tmp_path, states))
+        with running(service) as url:
+            for seed in range(200):
+                ended = asked(url, input="hi", temperature=1, seed=seed, max_output_tokens=24)
+                if ended["status"] == "completed":
+                    break
+            assert ended["status"] == "completed"
+            record = service.store.get(ended["id"])
+            assert record.ids == [256, *record.text.encode()] or "�" in record.text
+            assert 256 not in record.ids[1:]
+            assert list(states.kept[ended["id"]].ids) == record.ids
+            more = asked(url, input="and", previous_response_id=ended["id"])
+            assert more["usage"]["input_tokens_details"]["cached_tokens"] == len(record.ids)
+
+    def test_it_is_on_disk_before_its_last_event(self, tmp_path):
+        service = make_service(StoreOnDisk(tmp_path, States()))
+        with running(service) as url:
+            fields = {"input": "hi", "stream": True, "max_output_tokens": 3}
+            with httpx.stream("POST", f"{url}/v1/responses", json=fields) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        if event["type"] in ("response.completed", "response.incomplete"):
+                            assert service.store.get(event["response"]["id"]).answer == event["response"]
+                            return
+        pytest.fail("no last event")
+
+    def test_states_that_are_gone_are_read_again(self, tmp_path):
+        states = States()
+        with running(make_service(StoreOnDisk(tmp_path, states))) as url:
+            first = asked(url, input="hi")
+            here = asked(url, input="and", previous_response_id=first["id"])
+        states.kept.clear()
+        with running(make_service(StoreOnDisk(tmp_path, states))) as url:
+            there = asked(url, input="and", previous_response_id=first["id"])
+            assert spoken(there) == spoken(here)
+            assert there["usage"]["input_tokens_details"]["cached_tokens"] == 0
 
 
 def test_embeddings(service, client):

@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", action="append", default=[], metavar="KEY", help=f"may be repeated; default: ${KEY}, or none"
     )
     parser.add_argument("--sessions", metavar="DIR", help="keep responses and their states here; default: in memory")
+    parser.add_argument(
+        "--max-session-bytes", type=int, metavar="N", help="of kept states, the oldest go first; default: no limit"
+    )
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="more get 429; default: 256")
     parser.add_argument(
         "--max-body", type=int, default=10_000_000, metavar="BYTES", help="larger get 413; default: 10 MB"
@@ -73,11 +76,18 @@ def run(args: argparse.Namespace) -> None:
         from mambakit.serving.metrics import Metrics
         from mambakit.serving.server import serve
         from mambakit.serving.service import Limits, Service
-        from mambakit.serving.store import Store
+        from mambakit.serving.store import Store, StoreOnDisk
         from mambakit.serving.worker import Worker
     except ImportError as error:
         raise ImportError(f"serving needs more packages: pip install 'mambakit[serve]' ({error})") from error
     model, tokens, chat, engine = load(args)
+    store = Store()
+    if args.sessions is not None:
+        from mambakit.inference.sessions import Sessions
+
+        folder = Path(args.sessions)
+        states = Sessions(folder / "states", model, versions=1, max_bytes=args.max_session_bytes)
+        store = StoreOnDisk(folder, states)
     worker = Worker(engine)
     service = Service(
         name=model_name(args.model),
@@ -85,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         tokens=tokens,
         chat=chat,
         worker=worker,
-        store=Store(),
+        store=store,
         metrics=Metrics(lambda: worker.waiting, lambda: worker.active),
         limits=Limits(
             max_body=args.max_body,

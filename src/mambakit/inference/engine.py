@@ -164,6 +164,8 @@ class Engine:
                 continue
             self._reading = None
             if reading.request.max_new_tokens == 0:
+                if reading.request.keep_state:
+                    reading.request.state = State(tuple(reading.request.ids), reading.x_1d, reading.cache)
                 self._finish(reading.request, "length", reading.cache)
             else:
                 self._fresh.append((reading.request, logits_1w, reading.cache))

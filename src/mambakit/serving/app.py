@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import mambakit
 from mambakit.serving import chat_completions, completions, embeddings, responses
 from mambakit.serving.door import Door
 from mambakit.serving.errors import ERROR_SCHEMA, ApiError
@@ -199,7 +199,7 @@ def describe(service: Service) -> dict[str, Any]:
     stored = {"name": "id", "in": "path", "required": True, "schema": text()}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "mambakit serve", "version": mambakit.__version__},
+        "info": {"title": "mambakit serve", "version": version("mambakit")},
         "security": [{}, {"key": []}],
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "paths": {

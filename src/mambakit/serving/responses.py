@@ -100,11 +100,16 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
         answer = response.ended(pieces)
         if store:
             text = "".join(piece.text for piece in pieces)
-            request = run.choices[0].answer.request
-            ids = [*rendered.ids, *request.tokens]
-            heard = [*said, {"role": "assistant", "content": text}]
+            tokens = run.choices[0].answer.request.tokens
+            if tokens and tokens[-1] in service.chat.stop_ids:
+                # It stands in the conversation only if the template writes it.
+                shown = service.tokens.decode(tokens[-1:])
+                text, tokens = (text + shown, tokens) if shown else (text, tokens[:-1])
+            ids = [*rendered.ids, *tokens]
+            heard = [*said, {"role": "assistant", "content": "".join(piece.text for piece in pieces)}]
             kept = Record(answer, heard, rendered.text + text, ids)
-            await asyncio.to_thread(service.store.put, response.id, kept, request.state)
+            state = await state_after(service, ids, run.choices[0].answer.request.state)
+            await asyncio.to_thread(service.store.put, response.id, kept, state)
         return answer
 
     if body.get("stream"):
@@ -121,21 +126,26 @@ async def earlier(service: Service, id: str | None) -> Record | None:
     return found
 
 
+async def state_after(service: Service, ids: list[int], state: Any) -> Any:
+    """The state after `ids`: `state`, unless the answer was cut or ends in more than it says."""
+    if state is not None and list(state.ids) == ids:
+        return state
+    answer = service.worker.submit(ids, max_new_tokens=0, keep_state=True)
+    async for _ in answer:
+        pass
+    return answer.request.state
+
+
 async def go_on(service: Service, before: Record, rendered: Rendered) -> tuple[Rendered, Any]:
     """The conversation written as what was read and said before and what is new; and the state after the former.
 
     Tokens the model chose may not be those that its text is encoded in, so the text is encoded from there on only.
     """
-    known = before.text
-    ids = list(before.ids)
-    if ids and ids[-1] in service.chat.stop_ids:
-        known += service.tokens.decode([ids[-1]])
-        ids = ids if service.tokens.decode([ids[-1]]) else ids[:-1]
-    if not rendered.text.startswith(known):
+    if before.answer["model"] != service.name or not rendered.text.startswith(before.text):
         return rendered, None
-    rest = await asyncio.to_thread(service.chat.encode, rendered.text[len(known) :], first=False)
     state = await asyncio.to_thread(service.store.state, before.answer["id"])
-    return Rendered(rendered.text, ids + rest, rendered.ends), state
+    rest = await asyncio.to_thread(service.chat.encode, rendered.text[len(before.text) :], first=False)
+    return Rendered(rendered.text, [*before.ids, *rest], (len(before.ids),)), state
 
 
 def read_input(given: str | list[dict[str, Any]]) -> list[Message]:

@@ -4,7 +4,7 @@ import codecs
 import json
 import reprlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ class Tokens(Protocol):
 
     def encode(self, text: bytes) -> list[int]: ...
 
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
     def pieces(self, ids: Iterator[int]) -> Iterator[str]:
         """What each id adds to the text, as far as it is certain; together they are `decode` of all."""
@@ -42,7 +42,7 @@ class Bytes:
     def encode(self, text: bytes) -> list[int]:
         return list(text)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def pieces(self, ids: Iterator[int]) -> Iterator[str]:
@@ -75,7 +75,7 @@ class TokenizerFile:
             where = f"byte 0x{text[error.start]:02x} at {error.start}"
             raise ValueError(f"not UTF-8 ({where}); without a tokenizer, bytes are read as they are") from error
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i != self.end], skip_special_tokens=False)
 
     def pieces(self, ids: Iterator[int]) -> Iterator[str]:
