@@ -253,7 +253,7 @@ def make_call(draw: random.Random) -> Call:
             Tensor, lambda tensor: made(partial(of_kind, kind, tensor), tensor), call.arguments
         )
         tensors = [t for t in tree_leaves(call.arguments) if isinstance(t, Tensor)]
-        if all(isinstance(t, FakeTensor) for t in tensors):
+        if tensors and all(isinstance(t, FakeTensor) for t in tensors):
             call.around = fake_mode
     return call
 
