@@ -77,7 +77,7 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
     )
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     if body.get("stream"):
-        return Events(chunks(service, run, head, body, wanted), run.close)
+        return Events(chunks(service, run, head, body, wanted), run.close, run.seconds)
     choices = [message_of(service, *one, wanted) for one in enumerate(await run.collect())]
     return {**head, "object": "chat.completion", "choices": choices, "usage": run.usage()}
 

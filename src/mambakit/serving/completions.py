@@ -54,7 +54,7 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
     count = body.get("n") or 1
     prompts = [ids for ids in prompts for _ in range(count)]
     if body.get("stream"):
-        return Events(chunks(service, run, head, prompts, body), run.close)
+        return Events(chunks(service, run, head, prompts, body), run.close, run.seconds)
     found = await run.collect()
     choices = []
     for index, pieces in enumerate(found):

@@ -113,7 +113,7 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
         return answer
 
     if body.get("stream"):
-        return Events(events(run, response, finish), run.close)
+        return Events(events(run, response, finish), run.close, run.seconds)
     return await finish((await run.collect())[0])
 
 

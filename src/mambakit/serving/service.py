@@ -54,6 +54,8 @@ INERT: dict[str, Schema] = {
 }
 """What names a request to somebody and changes nothing in its answer."""
 
+READING_SECONDS = 60.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -91,6 +93,13 @@ class Service:
             message = f"there is no model {asked[:100]!r} here; this is {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def admit(self, count: int) -> None:
+        """ApiError where there is no room for `count` more requests."""
+        if self.draining:
+            raise overloaded("the server is stopping", status=503)
+        if self.worker.waiting + count > self.limits.max_waiting:
+            raise overloaded(f"{self.worker.waiting} requests are waiting already; try again in a moment")
+
     def begin(
         self,
         prompts: Sequence[tuple[list[int], Sequence[int]]],
@@ -104,10 +113,7 @@ class Service:
     ) -> "Generation":
         """Answers to `prompts` (ids and ends of messages), `n` of each, in that order; ApiError if there is no room."""
         count = body.get("n") or 1
-        if self.draining:
-            raise overloaded("the server is stopping", status=503)
-        if self.worker.waiting + len(prompts) * count > self.limits.max_waiting:
-            raise overloaded(f"{self.worker.waiting} requests are waiting already; try again in a moment")
+        self.admit(len(prompts) * count)
         if any(not ids for ids, _ in prompts):
             raise bad("a prompt has no tokens; it needs at least one")
         stop = body.get("stop") or []
@@ -139,6 +145,8 @@ class Generation:
         self._service, self._prompt_tokens, self.choices = service, prompt_tokens, choices
         self._began = time.monotonic()
         self._first, self._closed = True, False
+        self.seconds = service.limits.seconds + READING_SECONDS
+        """After which even a client that reads slowly has had its time."""
         self._timer = asyncio.get_running_loop().call_later(service.limits.seconds, self.cancel)
         service.generations.add(self)
 

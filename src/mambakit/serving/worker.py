@@ -103,7 +103,7 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Requests of which nothing has been read yet."""
-        return len(self._inbox) + self.engine.waiting
+        return len(self._inbox) + len(self._jobs) + self.engine.waiting
 
     @property
     def active(self) -> int:
