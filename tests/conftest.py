@@ -57,6 +57,7 @@ SLOW = {
     "test_serve_description.py::",
     "test_serve_page.py::",
     "test_threads.py::test_generations_of_one_model",
+    "test_sessions.py::test_killed_while_parking",
     "test_trainer_runs.py::",
     "test_training.py::test_narrow_dtypes_learn_like_float32",
 }

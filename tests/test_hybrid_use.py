@@ -10,6 +10,7 @@ import mambakit as mk
 from compare import check, with_gradients
 from hybrid_models import KINDS, theirs
 from mambakit import caches
+from mambakit.checkpoints.hub import HUB
 from mambakit.cli.main import main
 from mambakit.compat.auto import MambakitForCausalLM
 from mambakit.inference.decoder import Decoder, make_decoder
@@ -94,21 +95,25 @@ def test_quantized(name, bits):
     assert found.tolist() == [greedy(model, prompt, 6) for prompt in PROMPTS]
 
 
+@torch.no_grad()
+def check_one_call_per_token(model: mk.LanguageModel) -> None:
+    tokens = ids(2, 12)
+    decoder = make_decoder(model, "auto", 1)
+    assert isinstance(decoder, Decoder)
+    decoder.load(model(tokens[:, :4])[1])
+    found = torch.stack([decoder.step(token) for token in tokens[:, 4:].unbind(1)], 1)
+    want, cache = model(tokens)
+    close(found, want[:, 4:])
+    check(1e-5, flat(decoder.cache()), flat(cache))
+
+
 needs_kernels = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 
 
 @needs_kernels
 @every
-@torch.no_grad()
 def test_one_call_per_token(name):
-    model, tokens = make(name), ids(2, 12)
-    _, cache = model(tokens[:, :4])
-    decoder = make_decoder(model, "auto", 1)
-    assert isinstance(decoder, Decoder)
-    decoder.load(cache)
-    found = torch.stack([decoder.step(token) for token in tokens[:, 4:].unbind(1)], 1)
-    close(found, model(tokens)[0][:, 4:])
-    check(1e-5, flat(decoder.cache()), flat(model(tokens)[1]))
+    check_one_call_per_token(make(name))
 
 
 @needs_kernels
@@ -116,16 +121,10 @@ def test_one_call_per_token(name):
 def test_models_of_transformers(name, tmp_path):
     """They decode in one call per token, and train."""
     theirs(name).save_pretrained(tmp_path)
-    model, tokens = load(tmp_path), ids(2, 12)
-    with torch.no_grad():
-        _, cache = model(tokens[:, :4])
-        decoder = make_decoder(model, "auto", 1)
-        assert isinstance(decoder, Decoder)
-        decoder.load(cache)
-        found = torch.stack([decoder.step(token) for token in tokens[:, 4:].unbind(1)], 1)
-        close(found, model(tokens)[0][:, 4:])
+    model = load(tmp_path)
+    check_one_call_per_token(model)
     model.train()
-    model(tokens)[0].square().mean().backward()
+    model(ids(2, 12))[0].square().mean().backward()
     assert not [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 
 
@@ -220,12 +219,13 @@ class TestCommands:
         assert main(["generate", str(tmp_path), "--prompt=def", "--max-new-tokens=5", "--temperature=0"]) == 0
         assert capsys.readouterr().out
 
-    @pytest.mark.parametrize("kind", ["granitemoehybrid", "falcon_h1", "bamba", "jamba", "falcon_mamba"])
+    @pytest.mark.parametrize("kind", HUB)
     def test_convert(self, kind, tmp_path):
-        model = theirs(kind)
-        model.save_pretrained(tmp_path / "theirs")
-        assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "own"), "--format=mambakit"]) == 0
+        theirs(kind).save_pretrained(tmp_path / "theirs")
+        chosen = ["--dt-limit", "0.001", "inf"] if kind == "nemotron_h" else []
+        assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "own"), "--format=mambakit", *chosen]) == 0
         assert main(["convert", str(tmp_path / "own"), str(tmp_path / "back"), "--format=hf"]) == 0
+        assert load(tmp_path / "own").config == load(tmp_path / "theirs").config
         assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind
         want = load(tmp_path / "theirs").state_dict()
         assert all(torch.equal(t, want[n]) for n, t in load(tmp_path / "back").state_dict().items())

@@ -14,6 +14,7 @@ from torch import nn
 
 from blocks import CONFIGS
 from mambakit import LanguageModel, ModelConfig, PrefixCache, generate, stream
+from mambakit.inference import Engine
 from mambakit.inference.generation import prefill_one
 from mambakit.inference.prefix_cache import Plan, Prefix
 from mambakit.inference.radix import WIDTH, Node, Tree, ancestry, pack
@@ -287,6 +288,20 @@ def test_a_shared_beginning_is_read_twice_at_most(shared, own, limits):
         reused.append(known.reused_tokens - before)
     assert reused[0] == 0
     assert reused[2:] == [shared] * 62
+
+
+@pytest.mark.parametrize(("shared", "own"), [(1600, 600), (1500, 700)])
+def test_requests_that_come_at_once_share_a_beginning(shared, own):
+    model, prompts = make_model(), make_prompts(shared, own)
+    engine = Engine(model, prefix_cache=PrefixCache())
+    requests = [engine.add(prompt, max_new_tokens=2, temperature=0) for prompt in prompts]
+    engine.run()
+    assert [request.reused_tokens for request in requests[2:]] == [shared] * 62
+    assert requests[0].why_not_more == "nothing like it was read before"
+    assert requests[1].why_not_more.startswith(f"no state is kept before token {shared}, where this prompt leaves")
+    assert requests[2].why_not_more == f"no prompt before shares more than {shared} tokens with it"
+    for request, prompt in list(zip(requests, prompts, strict=True))[::9]:
+        assert request.tokens == generate(model, prompt, max_new_tokens=2, temperature=0)[0].tolist()
 
 
 @pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3"])

@@ -1,6 +1,7 @@
 """`mambakit serve`: what clients of OpenAI's interface ask for, and what they are told when it cannot be done."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -115,6 +116,43 @@ class TestChat:
             for content in ("hi", parts)
         ]
         assert answers[0].choices[0].message == answers[1].choices[0].message
+
+
+SHAPE = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["ok", "count"],
+    "additionalProperties": False,
+}
+
+
+class TestForms:
+    """Text that has to have a form, from a model that has learned nothing."""
+
+    def check(self, text: str) -> None:
+        value = json.loads(text)
+        assert set(value) == {"ok", "count"}
+        assert type(value["ok"]) is bool
+        assert 0 <= value["count"] <= 99
+
+    def test_a_schema(self, client):
+        form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE, "strict": True}}
+        asked = {"model": "tiny", "messages": HI, "response_format": form, "max_tokens": 200}
+        answer = client.chat.completions.create(**asked, n=4)
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            self.check(choice.message.content)
+        streamed = client.chat.completions.create(**asked, stream=True)
+        self.check("".join(chunk.choices[0].delta.content or "" for chunk in streamed))
+
+    def test_a_schema_of_a_response(self, client):
+        form = {"format": {"type": "json_schema", "name": "shape", "schema": SHAPE}}
+        self.check(client.responses.create(model="tiny", input="hi", text=form, max_output_tokens=200).output_text)
+
+    def test_an_expression(self, client):
+        form = {"type": "regex", "regex": "[0-9]{3}-[a-f]{2}"}
+        answer = client.completions.create(model="tiny", prompt="a", max_tokens=20, extra_body={"response_format": form})
+        assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer.choices[0].text)
 
 
 class TestCompletions:
@@ -336,7 +374,12 @@ WRONG = [
     ("", {"messages": HI, "colour": 1}, 400, "colour is not known here"),
     ("", {"messages": HI, "\ud800": 1}, 400, "surrogate"),
     ("", {"messages": HI, "frequency_penalty": 1}, 400, "not supported by this build"),
-    ("", {"messages": HI, "response_format": {"type": "xml"}}, 400, ""),
+    ("", {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format"),
+    ("", {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, 400, "schema is missing"),
+    ("", {"messages": HI, "response_format": {"type": "regex", "regex": "("}}, 400, "cannot be compiled"),
+    ("", {"messages": HI, "stream": True, "response_format": {"type": "regex", "regex": "("}}, 400, "cannot be compiled"),
+    ("", {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools is not supported by this build"),
+    ("completions", {"prompt": "a", "response_format": {"type": "grammar", "grammar": "start: x"}}, 400, "cannot be"),
     ("", {"messages": HI, "seed": 2**70}, 400, "at most"),
     ("completions", {"prompt": ""}, 400, "prompt is empty"),
     ("completions", {"prompt": []}, 400, "at least 1"),

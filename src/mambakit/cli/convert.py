@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
     parser.add_argument("--a-activation", choices=("heavy_tail", "softplus"), help="of official Mamba-3 weights")
     parser.add_argument("--norm-group-size", type=int, metavar="N", help="of Mamba-2 weights of transformers")
+    parser.add_argument("--dt-limit", type=float, nargs=2, metavar=("LOW", "HIGH"), help="of Nemotron's step sizes")
     parser.add_argument("--max-shard-bytes", type=int, metavar="N", help="divide the weights into files of this size")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> None:
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         a_activation=args.a_activation,
         norm_group_size=args.norm_group_size,
+        dt_limit=None if args.dt_limit is None else tuple(args.dt_limit),
     )
     format: str = ALIASES.get(args.format) or args.format
     save_model(model, args.target, format, max_shard_bytes=args.max_shard_bytes)

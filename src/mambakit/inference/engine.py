@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.inference.constraints import Constraint, constrained
 from mambakit.inference.decoder import Decoder, StepByStep, make_decoder
 from mambakit.inference.prefix_cache import PrefixCache
 from mambakit.inference.prompts import Stop, read_ids, read_stops
@@ -80,6 +81,7 @@ class Engine:
         ends: Sequence[int] = (),
         keep_state: bool = False,
         state: State | None = None,
+        constraint: dict[str, Any] | None = None,
         on_token: Callable[[Request], None] | None = None,
     ) -> Request:
         """Put a request in line. ValueError, and nothing is put, where something in it makes no sense.
@@ -87,7 +89,9 @@ class Engine:
         `stop` are ids, sequences of ids and strings. `logprobs` asks for log-probabilities, of the tokens that come and
         of so many likely ones; `echo` for the prompt's too. `ends` are numbers of tokens after which a message ends:
         states are kept there. `state` is one to begin from, whose ids begin the prompt; `keep_state` asks for the one
-        after all tokens. `on_token(request)` is called by the thread that steps, after each token and at the end.
+        after all tokens. `constraint` is the form that the text has to have: a JSON schema, `{"regex": ...}` or
+        `{"grammar": ...}`; it needs the tokenizer. `on_token(request)` is called by the thread that steps, after each
+        token and at the end.
         """
         vocabulary = self.model.config.vocab_size
         check_count("max_new_tokens", max_new_tokens, least=0)
@@ -106,6 +110,7 @@ class Engine:
             sampler=sampler,
             seed=int(row_seeds(seed, 1)[0]),
             stops=read_all_stops(stop, vocabulary, self.tokenizer),
+            constraint=None if constraint is None else Constraint(constraint, self.tokenizer, vocabulary),
             logprobs=logprobs,
             echo=echo,
             ends=tuple(ends),
@@ -200,7 +205,8 @@ class Engine:
 
     def _choose(self, requests: Sequence[Request], logits_bw: Tensor) -> list[str | None]:
         """Give each request its next token by its own rules; why that was its last, if it was."""
-        fine = logits_bw.isfinite().any(1) & ~logits_bw.isnan().any(1)
+        may_bw = constrained(logits_bw, [request.constraint for request in requests])
+        fine = may_bw.isfinite().any(1) & ~logits_bw.isnan().any(1)
         chosen: dict[int, int] = {}
         by_rule: dict[Sampler, list[int]] = {}
         for row, request in enumerate(requests):
@@ -210,7 +216,7 @@ class Engine:
                 told = "the model's logits are not finite; its weights or its cache hold a NaN or an infinity"
                 request.finish("error", ValueError(told))
         for sampler, rows in by_rule.items():
-            own_bw = logits_bw if len(rows) == len(requests) else logits_bw[rows]
+            own_bw = may_bw if len(rows) == len(requests) else may_bw[rows]
             draws_b = seen_bw = None
             if sampler.temperature:
                 seeds_b = torch.tensor([requests[row].seed for row in rows])
@@ -227,7 +233,11 @@ class Engine:
         request.tokens.append(token)
         if request.top is not None:
             request.logprobs += log_probabilities(logits_w[None], [token], request.top)
-        reason = request.ends_by()
+        try:
+            reason = request.ends_by()
+        except ValueError as error:  # of its constraint
+            request.finish("error", error)
+            return None
         if reason is None:
             request.tell()
         return reason

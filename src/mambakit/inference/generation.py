@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mambakit.blocks.caches import concat, select
+from mambakit.inference.constraints import Constraint, constrained
 from mambakit.inference.decoder import make_decoder
 from mambakit.inference.prefix_cache import PrefixCache
 from mambakit.inference.prompts import Ids, Prompts, Stop, read_prompts, read_stops
@@ -30,6 +31,10 @@ class Stream(Iterator[Tensor]):
 
     A row ends when its new tokens end in one of `stop`, a list of ids and of sequences of ids; these are given out too.
     Afterwards it gives `pad_id`. The iterator ends after `max_new_tokens` tokens, or earlier with the last row.
+
+    `constraint` is the form that every row's text has to have, a JSON schema, `{"regex": ...}` or `{"grammar": ...}`:
+    only tokens that go with it are chosen, and a row ends when it is complete. `tokenizer`, one of
+    `mambakit.text.tokens`, says what tokens stand for.
 
     `backend` is how tokens are computed: `"torch"` by torch's operators, `"cpu"` each in one call of the CPU kernels,
     which raises `ValueError` where a model is not made for that, `"auto"` by the fastest that applies.
@@ -56,6 +61,8 @@ class Stream(Iterator[Tensor]):
         prefill_chunk: int = 512,
         prefix_cache: PrefixCache | None = None,
         backend: str = "auto",
+        constraint: dict[str, Any] | None = None,
+        tokenizer: Any = None,
     ):
         check_count("max_new_tokens", max_new_tokens, least=0)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -75,6 +82,8 @@ class Stream(Iterator[Tensor]):
         prompts = read_prompts(ids, mask_bs, model.config.vocab_size, model.backbone.embedding.weight.device)
         self._seed_b = row_seeds(seed, prompts.rows)
         self._seen_bw = prompts.seen(model.config.vocab_size) if repetition_penalty is not None else None
+        constrained_rows = range(0 if constraint is None else prompts.rows)
+        self._constraints = [Constraint(constraint, tokenizer, model.config.vocab_size) for _ in constrained_rows]
         self._given: list[Tensor] = []
         # Only rows that go on, `a`, are computed; the caches of ended ones wait in `_ended` until they are asked for.
         self._row_a = torch.arange(prompts.rows)
@@ -127,7 +136,9 @@ class Stream(Iterator[Tensor]):
             row_a = self._row_a
             seen_aw = None if self._seen_bw is None else self._seen_bw[row_a.to(self._seen_bw.device)]
             uniform_a = uniform(self._seed_b[row_a], len(self._given)) if self._sampler.temperature else None
-            chosen_a = self._sampler.choose(self._logits_aw, seen_aw, uniform_a).to(self._logits_aw.device)
+            own = [self._constraints[row] for row in row_a.tolist()] if self._constraints else []
+            may_aw = constrained(self._logits_aw, own)
+            chosen_a = self._sampler.choose(may_aw, seen_aw, uniform_a).to(self._logits_aw.device)
             self._give_out(chosen_a)
         return self._given[-1]
 
@@ -141,6 +152,9 @@ class Stream(Iterator[Tensor]):
             if len(stop_s) <= len(self._given):
                 latest_as = torch.stack(self._given[-len(stop_s) :], 1)[row_a].cpu()
                 self._ends_a |= (latest_as == stop_s).all(1)
+        if self._constraints:
+            pairs = zip(self._row_a.tolist(), chosen_a.tolist(), strict=True)
+            self._ends_a |= torch.tensor([self._constraints[row].take(token) for row, token in pairs])
 
     def _take_in(self) -> None:
         """Bring cache and logits up to the tokens given out, and let go of the rows that ended with them."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from mambakit.inference.constraints import Constraint
 from mambakit.inference.sampling import Sampler
 
 
@@ -42,6 +43,7 @@ class Request:
         sampler: Sampler,
         seed: int,
         stops: "Stops",
+        constraint: Constraint | None,
         logprobs: int | None,
         echo: bool,
         ends: Sequence[int],
@@ -51,7 +53,7 @@ class Request:
     ):
         self.ids = ids
         self.max_new_tokens, self.sampler, self.seed = max_new_tokens, sampler, seed
-        self.stops, self.top, self.echo = stops, logprobs, echo
+        self.stops, self.constraint, self.top, self.echo = stops, constraint, logprobs, echo
         self.ends, self.keep_state, self.given_state, self.on_token = ends, keep_state, state, on_token
         self.tokens: list[int] = []
         """New ones, a stop included."""
@@ -92,8 +94,9 @@ class Request:
         return self._finished.wait(timeout)
 
     def ends_by(self) -> str | None:
-        """For the engine, after a token: what ends it."""
-        if self.stops.found(self.tokens):
+        """For the engine, after a token: what ends it. ValueError where its constraint cannot go on."""
+        complete = self.constraint is not None and self.constraint.take(self.tokens[-1])
+        if self.stops.found(self.tokens) or complete:
             return "stop"
         return "length" if len(self.tokens) == self.max_new_tokens else None
 

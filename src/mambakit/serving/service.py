@@ -45,6 +45,27 @@ COMMON: dict[str, Schema] = {
     "user": optional(text()),
 }
 """What both kinds of completions take."""
+SCHEMA_FIELDS: dict[str, Schema] = {
+    "name": text(),
+    "schema": {"type": "object"},
+    "strict": FLAG,
+    "description": optional(text()),
+}
+FORMS = [
+    record({"type": {"enum": ["text", "json_object"]}}, "type"),
+    record({"type": {"enum": ["regex"]}, "regex": text(minLength=1)}, "type", "regex"),
+    record({"type": {"enum": ["grammar"]}, "grammar": text(minLength=1)}, "type", "grammar"),
+]
+FORMAT: Schema = {
+    "anyOf": [
+        record(
+            {"type": {"enum": ["json_schema"]}, "json_schema": record(SCHEMA_FIELDS, "schema")}, "type", "json_schema"
+        ),
+        *FORMS,
+        {"type": "null"},
+    ]
+}
+"""The form that an answer has to have; beyond OpenAI's a regular expression and a grammar."""
 INERT: dict[str, Schema] = {
     "metadata": optional({"type": "object"}),
     "service_tier": optional(text()),
@@ -109,17 +130,26 @@ class Service:
         logprobs: int | None = None,
         stops: Sequence[str] = (),
         echo: bool = False,
+        wanted: dict[str, Any] | None = None,
         **options: Any,
     ) -> "Generation":
-        """Answers to `prompts` (ids and ends of messages), `n` of each, in that order; ApiError if there is no room."""
+        """Answers to `prompts` (ids and ends of messages), `n` of each, in that order; ApiError if there is no room.
+
+        `wanted` is the form the text has to have, as FORMAT describes it.
+        """
         count = body.get("n") or 1
         self.admit(len(prompts) * count)
         if any(not ids for ids, _ in prompts):
             raise bad("a prompt has no tokens; it needs at least one")
         stop = body.get("stop") or []
-        stops = [*([stop] if isinstance(stop, str) else stop), *stops]
+        asked = [stop] if isinstance(stop, str) else stop
+        stops = [*asked, *stops]
         stop_ids = () if body.get("ignore_eos") else self.chat.stop_ids
         sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None and name != "seed"}
+        constraint = constraint_of(wanted)
+        if constraint is not None:
+            # Its form says where it ends.
+            options["constraint"], stops = constraint, asked
         choices = []
         for ids, ends in prompts:
             for seed in row_seeds(body.get("seed"), count).tolist():
@@ -150,6 +180,14 @@ class Generation:
         self._timer = asyncio.get_running_loop().call_later(service.limits.seconds, self.cancel)
         service.generations.add(self)
 
+    async def taken(self) -> None:
+        """When the engine has taken all of it; ApiError if it refuses something, such as a form it cannot compile."""
+        try:
+            await asyncio.gather(*(choice.answer.taken for choice in self.choices))
+        except Exception as error:
+            self.close()
+            raise told(error) from error
+
     def cancel(self) -> None:
         """End all answers where they are."""
         for choice in self.choices:
@@ -157,7 +195,7 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Each with the place of its choice, as they come. Leaving this early cancels what is left."""
-        ready: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+        ready: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
 
         async def pump(place: int, choice: Choice) -> None:
             try:
@@ -172,12 +210,8 @@ class Generation:
         try:
             while left:
                 found = await ready.get()
-                if isinstance(found, NotBegunError):
-                    raise overloaded("the request waited for too long", status=503, seconds=5) from found
-                if isinstance(found, ValueError):
-                    raise bad(str(found)) from found
-                if isinstance(found, BaseException):
-                    raise found
+                if isinstance(found, Exception):
+                    raise told(found) from found
                 if found is None:
                     left -= 1
                     continue
@@ -219,6 +253,26 @@ class Generation:
         completion = sum(choice.completion_tokens for choice in self.choices)
         why = getattr(firsts[0], "why_not_more", None) if len(firsts) == 1 else None
         return usage(sum(self._prompt_tokens), completion, cached, why)
+
+
+def told(error: Exception) -> Exception:
+    """What a client hears of it."""
+    if isinstance(error, NotBegunError):
+        return overloaded("the request waited for too long", status=503, seconds=5)
+    return bad(str(error)) if isinstance(error, ValueError | ImportError) else error
+
+
+def constraint_of(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
+    """In the engine's words."""
+    kind = "text" if wanted is None else wanted["type"]
+    if wanted is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        # Chats have it inside of an object of that name, responses beside it.
+        return wanted.get("json_schema", wanted)["schema"]
+    return {kind: wanted[kind]}
 
 
 def embed_steps(model: LanguageModel, ids: Sequence[int], chunk: int = 512) -> Any:
