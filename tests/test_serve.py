@@ -151,7 +151,9 @@ class TestForms:
 
     def test_an_expression(self, client):
         form = {"type": "regex", "regex": "[0-9]{3}-[a-f]{2}"}
-        answer = client.completions.create(model="tiny", prompt="a", max_tokens=20, extra_body={"response_format": form})
+        answer = client.completions.create(
+            model="tiny", prompt="a", max_tokens=20, extra_body={"response_format": form}
+        )
         assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer.choices[0].text)
 
 
@@ -375,9 +377,19 @@ WRONG = [
     ("", {"messages": HI, "\ud800": 1}, 400, "surrogate"),
     ("", {"messages": HI, "frequency_penalty": 1}, 400, "not supported by this build"),
     ("", {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format"),
-    ("", {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, 400, "schema is missing"),
+    (
+        "",
+        {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        400,
+        "schema is missing",
+    ),
     ("", {"messages": HI, "response_format": {"type": "regex", "regex": "("}}, 400, "cannot be compiled"),
-    ("", {"messages": HI, "stream": True, "response_format": {"type": "regex", "regex": "("}}, 400, "cannot be compiled"),
+    (
+        "",
+        {"messages": HI, "stream": True, "response_format": {"type": "regex", "regex": "("}},
+        400,
+        "cannot be compiled",
+    ),
     ("", {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools is not supported by this build"),
     ("completions", {"prompt": "a", "response_format": {"type": "grammar", "grammar": "start: x"}}, 400, "cannot be"),
     ("", {"messages": HI, "seed": 2**70}, 400, "at most"),

@@ -48,7 +48,14 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
     wanted, echo = body.get("logprobs"), bool(body.get("echo"))
     limit = MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
     rows = [(ids, ()) for ids in prompts]
-    run = service.begin(rows, body, max_tokens=limit, logprobs=wanted, echo=echo and wanted is not None, wanted=body.get("response_format"))
+    run = service.begin(
+        rows,
+        body,
+        max_tokens=limit,
+        logprobs=wanted,
+        echo=echo and wanted is not None,
+        wanted=body.get("response_format"),
+    )
     await run.taken()
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
     head["model"] = service.name

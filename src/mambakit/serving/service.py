@@ -184,9 +184,11 @@ class Generation:
         """When the engine has taken all of it; ApiError if it refuses something, such as a form it cannot compile."""
         try:
             await asyncio.gather(*(choice.answer.taken for choice in self.choices))
-        except Exception as error:
+        except BaseException as error:
             self.close()
-            raise told(error) from error
+            if isinstance(error, Exception):
+                raise told(error) from error
+            raise
 
     def cancel(self) -> None:
         """End all answers where they are."""
