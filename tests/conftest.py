@@ -33,6 +33,7 @@ SLOW = {
     "test_class_tokens.py::test_compiled",
     "test_cli_bench.py::test_rows_and_report",
     "test_cli_demo.py::test_a_second_demo_gives_identical_figures",
+    "test_cli_serve.py::test_a_conversation_outlives_its_server",
     "test_cli_serve.py::test_a_graceful_end",
     "test_cli_serve.py::test_the_key_may_come_from_the_environment",
     "test_cli_serve.py::test_what_takes_longer_than_the_grace_is_cut",

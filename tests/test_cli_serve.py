@@ -74,6 +74,30 @@ def test_what_takes_longer_than_the_grace_is_cut(model_dir):
         assert served.process.returncode == 0
 
 
+def test_a_conversation_outlives_its_server(model_dir, tmp_path):
+    """A response that the end of a server cut short is kept, and one of a server that was killed."""
+    asked = {"input": "hi", "max_output_tokens": 10**9, "stream": True, "temperature": 0.5}
+    with Served(model_dir, "--sessions", tmp_path, "--grace", 0.2) as served:
+        with httpx.stream("POST", f"{served.url}/v1/responses", json=asked, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            last = json.loads([line for line in lines if line][-1].removeprefix("data: "))
+        _, err = served.process.communicate(timeout=60)
+        assert served.process.returncode == 0, err
+    cut = last["response"]
+    ids = json.loads((tmp_path / "responses" / f"{cut['id']}.json").read_text())["ids"]
+    for _ in range(2):
+        with Served(model_dir, "--sessions", tmp_path) as served:
+            assert httpx.get(f"{served.url}/v1/responses/{cut['id']}").json() == cut
+            more = {"input": "and", "previous_response_id": cut["id"], "max_output_tokens": 3}
+            answer = httpx.post(f"{served.url}/v1/responses", json=more, timeout=60).json()
+            assert answer["usage"]["input_tokens_details"]["cached_tokens"] == len(ids)
+            served.process.kill()
+        cut = answer
+        ids = json.loads((tmp_path / "responses" / f"{cut['id']}.json").read_text())["ids"]
+
+
 def test_the_key_may_come_from_the_environment(model_dir, monkeypatch):
     monkeypatch.setenv("MAMBAKIT_API_KEY", "secret")
     with Served(model_dir) as served:

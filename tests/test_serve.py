@@ -1,6 +1,7 @@
 """`mambakit serve`: what clients of OpenAI's interface ask for, and what they are told when it cannot be done."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -115,6 +116,45 @@ class TestChat:
             for content in ("hi", parts)
         ]
         assert answers[0].choices[0].message == answers[1].choices[0].message
+
+
+SHAPE = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["ok", "count"],
+    "additionalProperties": False,
+}
+
+
+class TestForms:
+    """Text that has to have a form, from a model that has learned nothing."""
+
+    def check(self, text: str) -> None:
+        value = json.loads(text)
+        assert set(value) == {"ok", "count"}
+        assert type(value["ok"]) is bool
+        assert 0 <= value["count"] <= 99
+
+    def test_a_schema(self, client):
+        form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE, "strict": True}}
+        asked = {"model": "tiny", "messages": HI, "response_format": form, "max_tokens": 200}
+        answer = client.chat.completions.create(**asked, n=4)
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            self.check(choice.message.content)
+        streamed = client.chat.completions.create(**asked, stream=True)
+        self.check("".join(chunk.choices[0].delta.content or "" for chunk in streamed))
+
+    def test_a_schema_of_a_response(self, client):
+        form = {"format": {"type": "json_schema", "name": "shape", "schema": SHAPE}}
+        self.check(client.responses.create(model="tiny", input="hi", text=form, max_output_tokens=200).output_text)
+
+    def test_an_expression(self, client):
+        form = {"type": "regex", "regex": "[0-9]{3}-[a-f]{2}"}
+        answer = client.completions.create(
+            model="tiny", prompt="a", max_tokens=20, extra_body={"response_format": form}
+        )
+        assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer.choices[0].text)
 
 
 class TestCompletions:
@@ -336,7 +376,22 @@ WRONG = [
     ("", {"messages": HI, "colour": 1}, 400, "colour is not known here"),
     ("", {"messages": HI, "\ud800": 1}, 400, "surrogate"),
     ("", {"messages": HI, "frequency_penalty": 1}, 400, "not supported by this build"),
-    ("", {"messages": HI, "response_format": {"type": "xml"}}, 400, ""),
+    ("", {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format"),
+    (
+        "",
+        {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        400,
+        "schema is missing",
+    ),
+    ("", {"messages": HI, "response_format": {"type": "regex", "regex": "("}}, 400, "cannot be compiled"),
+    (
+        "",
+        {"messages": HI, "stream": True, "response_format": {"type": "regex", "regex": "("}},
+        400,
+        "cannot be compiled",
+    ),
+    ("", {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools is not supported by this build"),
+    ("completions", {"prompt": "a", "response_format": {"type": "grammar", "grammar": "start: x"}}, 400, "cannot be"),
     ("", {"messages": HI, "seed": 2**70}, 400, "at most"),
     ("completions", {"prompt": ""}, 400, "prompt is empty"),
     ("completions", {"prompt": []}, 400, "at least 1"),
@@ -438,11 +493,8 @@ def test_a_client_that_goes_away_ends_its_request(stream):
     service = make_service()
     with running(service) as url:
         asked = {"prompt": "a", "max_tokens": 10**9, "ignore_eos": True, "stream": stream}
-        host, port = url.removeprefix("http://").split(":")
-        body = json.dumps(asked).encode()
-        with socket.create_connection((host, int(port)), timeout=10) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body))
-            sock.sendall(body)
+        with connected(url) as sock:
+            sock.sendall(raw_post(asked))
             wait_until(lambda: service.worker.active == 1)
             if stream:
                 assert sock.recv(100)
@@ -450,23 +502,84 @@ def test_a_client_that_goes_away_ends_its_request(stream):
 
 
 def test_connections_opened_and_dropped(url):
-    host, port = url.removeprefix("http://").split(":")
     for place in range(300):
-        with socket.create_connection((host, int(port))) as sock:
+        with connected(url) as sock:
             if place % 3:
-                sock.sendall(
-                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"[:place]
-                )
+                sock.sendall(raw_post({"prompt": "a"})[:place])
     assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_a_slow_client_is_not_waited_for(monkeypatch):
     monkeypatch.setattr("mambakit.serving.exchange.BODY_SECONDS", 0.3)
-    with running(make_service()) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-            assert sock.recv(100).startswith(b"HTTP/1.1 408")
+    with running(make_service()) as url, connected(url) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        assert sock.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def connected(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def raw_post(body: dict) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"])
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["first", "later"])
+def test_a_connection_that_asks_nothing_is_closed(monkeypatch, before, sent):
+    monkeypatch.setattr("mambakit.serving.server.HEAD_SECONDS", 0.5)
+    with running(make_service()) as url, connected(url) as sock:
+        if before:
+            sock.sendall(before)
+            assert sock.recv(1000)
+        sock.sendall(sent or b"G")
+        while sock.recv(1000):
+            pass
+
+
+def test_a_client_that_does_not_read_is_left(monkeypatch):
+    monkeypatch.setattr("mambakit.serving.service.READING_SECONDS", 0.5)
+    service = make_service(seconds=0.5)
+    with running(service) as url:
+        asked = {"prompt": "a" * 50_000, "echo": True, "stream": True, "max_tokens": 10**9, "n": 16, "logprobs": 20}
+        with connected(url) as sock:
+            sock.sendall(raw_post(asked))
+            wait_until(lambda: service.generations)
+            wait_until(lambda: not service.generations and service.worker.active == 0)
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_large_requests_do_not_stop_the_others():
+    """A body of megabytes is read beside the event loop."""
+    with running(make_service(seconds=2.0)) as url:
+        answers = []
+        body = json.dumps({"prompt": [1] * 1_000_000, "max_tokens": 1})
+        post = lambda: answers.append(httpx.post(f"{url}/v1/completions", content=body, timeout=60))  # noqa: E731
+        thread = threading.Thread(target=post)
+        thread.start()
+        longest = 0.0
+        while thread.is_alive():
+            began = time.monotonic()
+            httpx.get(f"{url}/health", timeout=20)
+            longest = max(longest, time.monotonic() - began)
+        assert answers[0].status_code == 503  # its time is over before the prompt is read
+        assert answers[0].headers["retry-after"]
+        assert longest < 3
+
+
+def test_beginnings_of_conversations_are_known(client):
+    """The end of every message is known from the first request on."""
+
+    def cached(user: str) -> int:
+        messages = [{"role": "system", "content": "a long story " * 20}, {"role": "user", "content": user}]
+        answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    cached("one")
+    assert cached("another") == 1 + len("system: " + "a long story " * 20 + "\n")
 
 
 def test_many_at_once(service, client):

@@ -45,7 +45,11 @@ def test_description(url, path, mode):
         @hypothesis.settings(max_examples=20, suppress_health_check=list(hypothesis.HealthCheck), database=None)
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def run(case):
-            case.call_and_validate(checks=CHECKS, timeout=30)
+            body = case.body if isinstance(case.body, dict) else {}
+            # No schema can say which schemas and expressions can be compiled.
+            formed = body.get("response_format") or body.get("text")
+            checks = [one for one in CHECKS if not (formed and one is positive_data_acceptance)]
+            case.call_and_validate(checks=checks, timeout=30)
 
         try:
             run()

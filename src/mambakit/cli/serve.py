@@ -8,6 +8,7 @@ from mambakit.checkpoints import load_model
 from mambakit.cli.convert import model_folder
 from mambakit.inference import Engine
 from mambakit.inference.prefix_cache import PrefixCache
+from mambakit.inference.sessions import Sessions
 from mambakit.models.language_model import LanguageModel
 from mambakit.models.quantization import quantize
 from mambakit.text.chat import Chat, read_chat
@@ -83,8 +84,6 @@ def run(args: argparse.Namespace) -> None:
     model, tokens, chat, engine = load(args)
     store = Store()
     if args.sessions is not None:
-        from mambakit.inference.sessions import Sessions
-
         folder = Path(args.sessions)
         states = Sessions(folder / "states", model, versions=1, max_bytes=args.max_session_bytes)
         store = StoreOnDisk(folder, states)

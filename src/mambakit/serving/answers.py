@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mambakit.serving.worker import Answer
+from mambakit.serving.worker import Answer, NotBegunError
 from mambakit.text.tokens import Bytes, Tokens
 
 
@@ -94,6 +94,8 @@ class Choice:
                 if news.done:
                     text += self._text.end()
                     reason = self.answer.request.finish_reason
+                    if reason == "cancelled" and not self.completion_tokens:
+                        raise NotBegunError("cancelled before its first token")
                     yield Piece(text, shown, "stop" if reason == "stop" or self._text.stopped else "length")
                 elif text or shown:
                     yield Piece(text, shown, None)

@@ -154,8 +154,7 @@ def posted(service: Service, operation: Operation) -> Callable[[Request], Awaita
     schema = operation.schema(service.vocab_size)
 
     async def endpoint(request: Request) -> Response:
-        body = await read_json(request, service.limits.max_body)
-        check(body, schema)
+        body = await read_json(request, service.limits.max_body, lambda body: check(body, schema))
         answer = await until_gone(request.receive, operation.handle(service, body))
         return answer if isinstance(answer, Events) else Json(answer)
 

@@ -10,7 +10,7 @@ from mambakit.serving.answers import Piece, Token, token_bytes, token_text, top_
 from mambakit.serving.errors import bad
 from mambakit.serving.exchange import Events
 from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
-from mambakit.serving.service import COMMON, FLAG, INERT, Generation, Service
+from mambakit.serving.service import COMMON, FLAG, FORMAT, INERT, Generation, Service
 from mambakit.text.chat import Message, Rendered
 
 PART = record({"type": {"enum": ["text"]}, "text": text()}, "type", "text")
@@ -29,7 +29,6 @@ MESSAGE = record(
     },
     "role",
 )
-NO_FORMAT: Schema = not_built("object", properties={"type": {"enum": ["text"]}}, additionalProperties=False)
 SCHEMA = record(
     {
         **COMMON,
@@ -39,7 +38,7 @@ SCHEMA = record(
         "max_completion_tokens": optional(integer(1)),
         "logprobs": FLAG,
         "top_logprobs": optional(integer(0, 20)),
-        "response_format": NO_FORMAT,
+        "response_format": FORMAT,
         "tools": not_built("array", maxItems=0),
         "tool_choice": {"enum": ["none", "auto", None]},
         "parallel_tool_calls": FLAG,
@@ -73,11 +72,17 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
     wanted = body.get("top_logprobs") or (0 if body.get("logprobs") else None)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     run = service.begin(
-        [(rendered.ids, rendered.ends)], body, max_tokens=limit, logprobs=wanted, stops=service.chat.stops
+        [(rendered.ids, rendered.ends)],
+        body,
+        max_tokens=limit,
+        logprobs=wanted,
+        stops=service.chat.stops,
+        wanted=body.get("response_format"),
     )
+    await run.taken()
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     if body.get("stream"):
-        return Events(chunks(service, run, head, body, wanted), run.close)
+        return Events(chunks(service, run, head, body, wanted), run.close, run.seconds)
     choices = [message_of(service, *one, wanted) for one in enumerate(await run.collect())]
     return {**head, "object": "chat.completion", "choices": choices, "usage": run.usage()}
 

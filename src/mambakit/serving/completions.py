@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from mambakit.serving.answers import Piece, Text, Token, token_text, top_entries
-from mambakit.serving.chat_completions import NO_FORMAT, finite
+from mambakit.serving.chat_completions import finite
 from mambakit.serving.errors import bad
 from mambakit.serving.exchange import Events
 from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
-from mambakit.serving.service import COMMON, FLAG, Generation, Service
+from mambakit.serving.service import COMMON, FLAG, FORMAT, Generation, Service
 
 
 def texts_or_ids(vocab_size: int) -> Schema:
@@ -31,7 +31,7 @@ def make_schema(vocab_size: int) -> Schema:
             "echo": FLAG,
             "best_of": not_built("integer", minimum=1, maximum=1),
             "suffix": not_built("string", maxLength=0),
-            "response_format": NO_FORMAT,
+            "response_format": FORMAT,
         },
         "prompt",
     )
@@ -48,13 +48,21 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
     wanted, echo = body.get("logprobs"), bool(body.get("echo"))
     limit = MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
     rows = [(ids, ()) for ids in prompts]
-    run = service.begin(rows, body, max_tokens=limit, logprobs=wanted, echo=echo and wanted is not None)
+    run = service.begin(
+        rows,
+        body,
+        max_tokens=limit,
+        logprobs=wanted,
+        echo=echo and wanted is not None,
+        wanted=body.get("response_format"),
+    )
+    await run.taken()
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
     head["model"] = service.name
     count = body.get("n") or 1
     prompts = [ids for ids in prompts for _ in range(count)]
     if body.get("stream"):
-        return Events(chunks(service, run, head, prompts, body), run.close)
+        return Events(chunks(service, run, head, prompts, body), run.close, run.seconds)
     found = await run.collect()
     choices = []
     for index, pieces in enumerate(found):

@@ -1,5 +1,6 @@
 """`POST /v1/embeddings`: the mean of the residual stream after the last layer, over the tokens of a text."""
 
+import asyncio
 import base64
 import struct
 from typing import Any
@@ -26,12 +27,18 @@ def make_schema(vocab_size: int) -> Schema:
 EXAMPLE = {"input": "some text"}
 
 
+async def embed(service: Service, prompts: list[list[int]]) -> list[list[float]]:
+    return [await service.worker.work(embed_steps(service.model, ids)) for ids in prompts]
+
+
 async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     service.check_model(body)
-    if service.draining:
-        raise overloaded("the server is stopping", status=503)
     prompts = await read_prompts(service, body["input"])
-    vectors = [await service.worker.work(embed_steps(service.model, ids)) for ids in prompts]
+    service.admit(1)
+    try:
+        vectors: list[Any] = await asyncio.wait_for(embed(service, prompts), service.limits.seconds)
+    except asyncio.TimeoutError as error:
+        raise overloaded("the texts took too long", status=503, seconds=5) from error
     if body.get("encoding_format") == "base64":
         vectors = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
     data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(vectors)]

@@ -38,8 +38,8 @@ def error_response(error: ApiError) -> Json:
     return Json(error.body(), error.status, headers=error.headers)
 
 
-async def read_json(request: Request, most: int) -> dict[str, Any]:
-    """The body as a JSON object: ApiError 413 if it is larger than `most` bytes, 408 if it comes too slowly."""
+async def read_json(request: Request, most: int, check: Callable[[Any], None]) -> dict[str, Any]:
+    """The body as a JSON object that passed `check`; ApiError 413 if it is larger than `most`, 408 if it is slow."""
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "a body has to come as it is: Content-Encoding is not taken")
     length = request.headers.get("content-length", "")
@@ -53,15 +53,13 @@ async def read_json(request: Request, most: int) -> dict[str, Any]:
         raise ClientGoneError from error
     try:
         # Large ones beside the event loop, which meanwhile serves the others.
-        value = parse(body) if len(body) < 1 << 16 else await asyncio.to_thread(parse, body)
+        value = parse(body, check) if len(body) < 1 << 16 else await asyncio.to_thread(parse, body, check)
     except UnicodeDecodeError as error:
         raise bad(f"the body is not UTF-8: byte 0x{body[error.start]:02x} at {error.start}") from error
     except RecursionError as error:
         raise bad("the body is nested too deeply") from error
     except ValueError as error:
         raise bad(f"the body is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise bad("the body has to be a JSON object")
     return value
 
 
@@ -79,7 +77,7 @@ def too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is larger than {most:,} bytes (--max-body)", headers={"Connection": "close"})
 
 
-def parse(body: bytes) -> Any:
+def parse(body: bytes, check: Callable[[Any], None]) -> dict[str, Any]:
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON")
 
@@ -88,7 +86,11 @@ def parse(body: bytes) -> Any:
         value = float(written)
         return int(value) if value.is_integer() else value
 
-    return json.loads(body.decode("utf-8"), parse_constant=refuse, parse_float=number)
+    value = json.loads(body.decode("utf-8"), parse_constant=refuse, parse_float=number)
+    if not isinstance(value, dict):
+        raise bad("the body has to be a JSON object")
+    check(value)
+    return value
 
 
 async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
@@ -119,16 +121,16 @@ class Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[Any, None], close: Callable[[], None]):
-        """`close` is called at the end, whether an event was asked for or not."""
+    def __init__(self, events: AsyncGenerator[Any, None], close: Callable[[], None], seconds: float):
+        """`close` is called at the end, whether an event was asked for or not. Who reads for longer is left alone."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._seconds = events, close, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_gone(receive, self._send(send))
-        except ClientGoneError:
+            await asyncio.wait_for(until_gone(receive, self._send(send)), self._seconds)
+        except (ClientGoneError, asyncio.TimeoutError):
             pass
         finally:
             self._close()

@@ -11,7 +11,7 @@ from mambakit.serving.chat_completions import read_message, render
 from mambakit.serving.errors import ApiError
 from mambakit.serving.exchange import Events
 from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
-from mambakit.serving.service import FLAG, INERT, SAMPLING, Generation, Service
+from mambakit.serving.service import FLAG, FORMS, INERT, SAMPLING, SCHEMA_FIELDS, Generation, Service
 from mambakit.serving.store import Record
 from mambakit.text.chat import Message, Rendered
 
@@ -37,6 +37,13 @@ ITEM = record(
     "role",
     "content",
 )
+FORMAT_BESIDE: Schema = {
+    "anyOf": [
+        record({"type": {"enum": ["json_schema"]}, **SCHEMA_FIELDS}, "type", "schema"),
+        *FORMS,
+        {"type": "null"},
+    ]
+}
 SCHEMA = record(
     {
         "model": optional(text()),
@@ -51,10 +58,7 @@ SCHEMA = record(
         **INERT,
         "user": optional(text()),
         "include": optional(array(text(), maxItems=0)),
-        "text": not_built(
-            "object",
-            properties={"format": {"type": "object", "properties": {"type": {"enum": ["text"]}}}},
-        ),
+        "text": optional(record({"format": FORMAT_BESIDE, "verbosity": optional(text())})),
         "tools": not_built("array", maxItems=0),
         "tool_choice": {"enum": ["none", "auto", None]},
         "parallel_tool_calls": FLAG,
@@ -92,7 +96,9 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
         stops=service.chat.stops,
         state=state,
         keep_state=store,
+        wanted=(body.get("text") or {}).get("format"),
     )
+    await run.taken()
     response = Response(service, body, run)
 
     async def finish(pieces: list[Piece]) -> dict[str, Any]:
@@ -113,7 +119,7 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
         return answer
 
     if body.get("stream"):
-        return Events(events(run, response, finish), run.close)
+        return Events(events(run, response, finish), run.close, run.seconds)
     return await finish((await run.collect())[0])
 
 
@@ -172,7 +178,7 @@ class Response:
             "parallel_tool_calls": False,
             "tool_choice": "none",
             "tools": [],
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
             "truncation": "disabled",
         }
 

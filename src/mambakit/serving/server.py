@@ -9,13 +9,50 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mambakit.serving.app import make_app
 from mambakit.serving.door import LOOPBACK
 from mambakit.serving.service import Service
 
+HEAD_SECONDS = 30.0
+"""For a request's first line and headers."""
 LAST_WORDS = 5
 """Seconds for sending what was cut short and for parking it."""
+
+
+class Protocol(H11Protocol):
+    """Lets go of connections on which a request is not begun, or not finished being asked, for `HEAD_SECONDS`."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unwatch()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unwatch()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -68,7 +105,7 @@ def make_server(service: Service, host: str, *, keys: Sequence[str], ready: Call
     app: Any = make_app(service, keys=keys, hosts=LOOPBACK if local else None)
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=Protocol,
         ws="none",
         lifespan="on",
         log_level="warning",

@@ -45,6 +45,27 @@ COMMON: dict[str, Schema] = {
     "user": optional(text()),
 }
 """What both kinds of completions take."""
+SCHEMA_FIELDS: dict[str, Schema] = {
+    "name": text(),
+    "schema": {"type": "object"},
+    "strict": FLAG,
+    "description": optional(text()),
+}
+FORMS = [
+    record({"type": {"enum": ["text", "json_object"]}}, "type"),
+    record({"type": {"enum": ["regex"]}, "regex": text(minLength=1)}, "type", "regex"),
+    record({"type": {"enum": ["grammar"]}, "grammar": text(minLength=1)}, "type", "grammar"),
+]
+FORMAT: Schema = {
+    "anyOf": [
+        record(
+            {"type": {"enum": ["json_schema"]}, "json_schema": record(SCHEMA_FIELDS, "schema")}, "type", "json_schema"
+        ),
+        *FORMS,
+        {"type": "null"},
+    ]
+}
+"""The form that an answer has to have; beyond OpenAI's a regular expression and a grammar."""
 INERT: dict[str, Schema] = {
     "metadata": optional({"type": "object"}),
     "service_tier": optional(text()),
@@ -53,6 +74,8 @@ INERT: dict[str, Schema] = {
     "prompt_cache_retention": optional(text()),
 }
 """What names a request to somebody and changes nothing in its answer."""
+
+READING_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +114,13 @@ class Service:
             message = f"there is no model {asked[:100]!r} here; this is {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def admit(self, count: int) -> None:
+        """ApiError where there is no room for `count` more requests."""
+        if self.draining:
+            raise overloaded("the server is stopping", status=503)
+        if self.worker.waiting + count > self.limits.max_waiting:
+            raise overloaded(f"{self.worker.waiting} requests are waiting already; try again in a moment")
+
     def begin(
         self,
         prompts: Sequence[tuple[list[int], Sequence[int]]],
@@ -100,20 +130,26 @@ class Service:
         logprobs: int | None = None,
         stops: Sequence[str] = (),
         echo: bool = False,
+        wanted: dict[str, Any] | None = None,
         **options: Any,
     ) -> "Generation":
-        """Answers to `prompts` (ids and ends of messages), `n` of each, in that order; ApiError if there is no room."""
+        """Answers to `prompts` (ids and ends of messages), `n` of each, in that order; ApiError if there is no room.
+
+        `wanted` is the form the text has to have, as FORMAT describes it.
+        """
         count = body.get("n") or 1
-        if self.draining:
-            raise overloaded("the server is stopping", status=503)
-        if self.worker.waiting + len(prompts) * count > self.limits.max_waiting:
-            raise overloaded(f"{self.worker.waiting} requests are waiting already; try again in a moment")
+        self.admit(len(prompts) * count)
         if any(not ids for ids, _ in prompts):
             raise bad("a prompt has no tokens; it needs at least one")
         stop = body.get("stop") or []
-        stops = [*([stop] if isinstance(stop, str) else stop), *stops]
+        asked = [stop] if isinstance(stop, str) else stop
+        stops = [*asked, *stops]
         stop_ids = () if body.get("ignore_eos") else self.chat.stop_ids
         sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None and name != "seed"}
+        constraint = constraint_of(wanted)
+        if constraint is not None:
+            # Its form says where it ends.
+            options["constraint"], stops = constraint, asked
         choices = []
         for ids, ends in prompts:
             for seed in row_seeds(body.get("seed"), count).tolist():
@@ -139,8 +175,20 @@ class Generation:
         self._service, self._prompt_tokens, self.choices = service, prompt_tokens, choices
         self._began = time.monotonic()
         self._first, self._closed = True, False
+        self.seconds = service.limits.seconds + READING_SECONDS
+        """After which even a client that reads slowly has had its time."""
         self._timer = asyncio.get_running_loop().call_later(service.limits.seconds, self.cancel)
         service.generations.add(self)
+
+    async def taken(self) -> None:
+        """When the engine has taken all of it; ApiError if it refuses something, such as a form it cannot compile."""
+        try:
+            await asyncio.gather(*(choice.answer.taken for choice in self.choices))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Exception):
+                raise told(error) from error
+            raise
 
     def cancel(self) -> None:
         """End all answers where they are."""
@@ -149,7 +197,7 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Each with the place of its choice, as they come. Leaving this early cancels what is left."""
-        ready: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+        ready: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
 
         async def pump(place: int, choice: Choice) -> None:
             try:
@@ -164,12 +212,8 @@ class Generation:
         try:
             while left:
                 found = await ready.get()
-                if isinstance(found, NotBegunError):
-                    raise overloaded("the request waited for too long", status=503, seconds=5) from found
-                if isinstance(found, ValueError):
-                    raise bad(str(found)) from found
-                if isinstance(found, BaseException):
-                    raise found
+                if isinstance(found, Exception):
+                    raise told(found) from found
                 if found is None:
                     left -= 1
                     continue
@@ -211,6 +255,26 @@ class Generation:
         completion = sum(choice.completion_tokens for choice in self.choices)
         why = getattr(firsts[0], "why_not_more", None) if len(firsts) == 1 else None
         return usage(sum(self._prompt_tokens), completion, cached, why)
+
+
+def told(error: Exception) -> Exception:
+    """What a client hears of it."""
+    if isinstance(error, NotBegunError):
+        return overloaded("the request waited for too long", status=503, seconds=5)
+    return bad(str(error)) if isinstance(error, ValueError | ImportError) else error
+
+
+def constraint_of(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
+    """In the engine's words."""
+    kind = "text" if wanted is None else wanted["type"]
+    if wanted is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        # Chats have it inside of an object of that name, responses beside it.
+        return wanted.get("json_schema", wanted)["schema"]
+    return {kind: wanted[kind]}
 
 
 def embed_steps(model: LanguageModel, ids: Sequence[int], chunk: int = 512) -> Any:

@@ -32,6 +32,8 @@ class Answer:
         self._worker, self._loop = worker, loop
         self._news: asyncio.Queue[News | BaseException] = asyncio.Queue()
         self._seen = 0
+        self.taken: asyncio.Future[None] = loop.create_future()
+        """Done when the engine has taken it; what it refuses it for is raised from here too."""
         self.request: Any = None
         self.ended = False
         self.cancelled = False
@@ -52,6 +54,10 @@ class Answer:
 
     # What follows is called by the worker's thread.
 
+    def take(self, request: Any) -> None:
+        self.request = request
+        self._call(self._settle, None)
+
     def tell(self) -> None:
         request = self.request
         done = request.done
@@ -65,11 +71,24 @@ class Answer:
     def fail(self, error: BaseException) -> None:
         if not self.ended:
             self.ended = True
+            self._call(self._settle, error)
             self._put(error)
 
     def _put(self, news: News | BaseException) -> None:
+        self._call(self._news.put_nowait, news)
+
+    def _settle(self, error: BaseException | None) -> None:
+        if self.taken.done():
+            return
+        if error is None:
+            self.taken.set_result(None)
+        else:
+            self.taken.set_exception(error)
+            self.taken.exception()  # it need not be asked for: the news say it too
+
+    def _call(self, function: Callable[[Any], None], argument: Any) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+            self._loop.call_soon_threadsafe(function, argument)
         except RuntimeError:  # the loop is closed: nobody listens any more
             self.cancelled = True
 
@@ -103,7 +122,7 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Requests of which nothing has been read yet."""
-        return len(self._inbox) + self.engine.waiting
+        return len(self._inbox) + len(self._jobs) + self.engine.waiting
 
     @property
     def active(self) -> int:
@@ -182,7 +201,7 @@ class Worker:
                 answer.fail(NotBegunError("cancelled before it began"))
                 continue
             try:
-                answer.request = self.engine.add(ids, on_token=self._note(answer), **options)
+                answer.take(self.engine.add(ids, on_token=self._note(answer), **options))
             except Exception as error:
                 answer.fail(error)
             else:

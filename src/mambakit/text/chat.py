@@ -26,6 +26,8 @@ LONGEST_TEXT = 1 << 26
 LARGEST_NUMBER = 100_000
 """Of what a template may repeat or pad by."""
 ENDS_LOOKED_FOR = 32
+CHARACTERS_ENCODED = 1 << 24
+"""In looking for them, about."""
 PLAIN_STOPS = ("\nuser:", "\nsystem:", "\ndeveloper:", "\ntool:")
 
 
@@ -75,9 +77,10 @@ class Chat:
     def _ends(self, messages: Sequence[Message], text: str, ids: list[int]) -> Iterator[int]:
         """Where beginnings of the conversation end, as far as they begin the whole one id by id."""
         counts = range(1, len(messages) + 1)
-        if len(counts) > ENDS_LOOKED_FOR:
+        half = max(1, min(ENDS_LOOKED_FOR, CHARACTERS_ENCODED // max(1, len(text))) // 2)
+        if len(counts) > 2 * half:
             # What many conversations share stands first, and what this one goes on from stands last.
-            counts = [*counts[: ENDS_LOOKED_FOR // 2], *counts[-ENDS_LOOKED_FOR // 2 :]]
+            counts = [*counts[:half], *counts[-half:]]
         for count in counts:
             try:
                 part = self.text(messages[:count], add_generation_prompt=False)
