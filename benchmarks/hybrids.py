@@ -30,7 +30,6 @@ GRANITE = {
 NEMOTRON = {
     **{"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64},
     **{"intermediate_size": 4096, "ssm_state_size": 128, "mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 8},
-    "tie_word_embeddings": True,
 }
 FALCON_H1 = {
     **{"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4},

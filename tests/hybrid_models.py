@@ -40,7 +40,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"routed_scaling_factor": 2.5, "moe_latent_size": 12, "use_bias": True, "mlp_hidden_act": "silu"},
         },
     ),
-    "nemotron_h-dense": ("NemotronH", {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
+    "nemotron_h-dense": (
+        "NemotronH",
+        # Its head is its own all the same.
+        {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "tie_word_embeddings": True},
+    ),
     "granitemoehybrid": ("GraniteMoeHybrid", {**MAMBA2, **GRANITE}),
     "granitemoehybrid-dense": (
         "GraniteMoeHybrid",

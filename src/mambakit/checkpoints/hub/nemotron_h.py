@@ -35,7 +35,6 @@ class NemotronH(HubConfig):
     hybrid_override_pattern: str | None = None
     """Older files' way to name the layers, by letters."""
     num_hidden_layers: int | None = None
-    tie_word_embeddings: bool = False
     num_attention_heads: int = 32
     num_key_value_heads: int | None = 8
     head_dim: int = 128
@@ -90,7 +89,7 @@ class NemotronH(HubConfig):
     unread = {  # noqa: RUF012  # data
         *("chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mamba_proj_bias", "expand"),
         *("n_shared_experts", "sliding_window", "attention_bias", "mtp_layers_block_type"),
-        *("mtp_hybrid_override_pattern", "time_step_rank", "rms_norm_eps"),
+        *("mtp_hybrid_override_pattern", "time_step_rank", "rms_norm_eps", "tie_word_embeddings"),
     }
     fixed = {"mamba_hidden_act": "silu", "num_nextn_predict_layers": 0}  # noqa: RUF012
 
@@ -159,7 +158,8 @@ class NemotronH(HubConfig):
             layers=tuple((made[kind],) for kind in kinds),
             vocab_size=self.vocab_size,
             pad_vocab_size_multiple=1,
-            tie_embeddings=self.tie_word_embeddings,
+            # Whatever tie_word_embeddings says: these models have a head of their own in transformers.
+            tie_embeddings=False,
             norm_eps=self.layer_norm_epsilon,
             residual_in_fp32=self.residual_in_fp32,
         )
@@ -206,7 +206,6 @@ class NemotronH(HubConfig):
             layers_block_type=tuple(called[kind] for (kind,) in found),
             hidden_size=config.d_model,
             vocab_size=config.padded_vocab_size,
-            tie_word_embeddings=config.tie_embeddings,
             layer_norm_epsilon=config.norm_eps,
             residual_in_fp32=config.residual_in_fp32,
             **values,
