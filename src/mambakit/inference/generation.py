@@ -149,11 +149,10 @@ class Stream(Iterator[Tensor]):
             uniform_a = uniform(self._seed_b[row_a], len(self._given)) if self._sampler.temperature else None
             own = [self._constraints[row] for row in row_a.tolist()] if self._constraints else []
             may_aw = constrained(self._logits_aw, own)
-            if self._speculation is not None and self._sampler.temperature == 0:
+            if self._speculation is not None and not self._speculation.is_exact:
                 penalty = self._sampler.repetition_penalty
                 if close(may_aw if seen_aw is None or penalty is None else penalise(may_aw, seen_aw, penalty)):
-                    exact_aw = self._speculation.exact()
-                    may_aw = may_aw if exact_aw is None else constrained(exact_aw, own)
+                    may_aw = constrained(self._speculation.exact(), own)
             chosen_a = self._sampler.choose(may_aw, seen_aw, uniform_a).to(self._logits_aw.device)
             self._give_out(chosen_a)
         return self._given[-1]

@@ -24,8 +24,8 @@ MOST_AGAIN = 16
 """Tokens of earlier passes that are read again at most, before a pass without guesses brings the state up to date."""
 MOST_LOST = 0.04
 """Of a generation's time, what guesses may have cost."""
-SLOWEST = 30
-"""Steps that a pass takes at most, before one was measured; nor does it take longer than reading the prompt did."""
+LAYER_TAKES = 5e-4
+"""Until a pass is measured: seconds it is taken to need per layer, beside those of a step and of reading its tokens."""
 PASSES: "WeakKeyDictionary[LanguageModel, float]" = WeakKeyDictionary()
 """Seconds that a model's passes took lately."""
 CLOSE = 256
@@ -81,8 +81,8 @@ class Speculation:
         self._most_guessed = MOST_GUESSED // 2
         self._forget()
         # What is measured, in seconds: in all, of that lost by guessing, and of a step lately.
-        self._prompt_took = self._spent = seconds
-        self._lost = 0.0
+        self._spent, self._lost = seconds, 0.0
+        self._pass_adds = LAYER_TAKES * len(model.backbone.order) + seconds * (self._most_guessed + 1) / len(ids)
         self._step_takes: float | None = None
         self.passes = self.guessed = self.accepted = 0
 
@@ -130,18 +130,23 @@ class Speculation:
             self._base, self._again, self._guess = None, [], []
         return self._decoder.cache()
 
-    def exact(self) -> Tensor | None:
-        """The logits that single steps give, where a pass had part in those that were returned last.
+    @property
+    def is_exact(self) -> bool:
+        """Whether no pass had part in the logits that were returned last."""
+        return self._exact is None
+
+    def exact(self) -> Tensor:
+        """The logits that single steps give instead of those returned last, in which a pass had part.
 
         A pass adds in another order than single steps do. All that this changes is which of two almost equal logits is
         the larger: who takes the largest asks for these where two are `close`.
         """
-        if self._exact is None:
-            return None
-        begun, logits_bw = self._clock(), None
+        begun = self._clock()
         self._decoder.load(self._exact)
-        for token in self._since:
-            logits_bw = self._decoder.step(torch.tensor([token]))
+        *before, last = [torch.tensor([token]) for token in self._since]
+        for ids_b in before:
+            self._decoder.step(ids_b)
+        logits_bw = self._decoder.step(last)
         self._forget()
         seconds = self._clock() - begun
         self._spent, self._lost = self._spent + seconds, self._lost + seconds
@@ -150,7 +155,7 @@ class Speculation:
     def _may_guess(self) -> bool:
         if self._step_takes is None or len(self._again) > MOST_AGAIN:
             return False
-        takes = PASSES.get(self._model, min(self._prompt_took, SLOWEST * self._step_takes))
+        takes = PASSES.get(self._model, self._step_takes + self._pass_adds)
         # Where the guess is wrong, the next token takes a pass as well.
         return self._lost + 2 * max(0.0, takes - self._step_takes) <= MOST_LOST * self._spent
 
