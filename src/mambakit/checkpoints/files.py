@@ -19,6 +19,8 @@ INDEX = ".index.json"
 MAX_JSON_BYTES, MAX_DEPTH = 2**24, 32
 MAX_TENSORS = 100_000
 """More than any model has, and few enough to be read in no time."""
+MAPPINGS = 64
+"""Of one file, at most."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -164,8 +166,14 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
-            if len(names) <= MAX_TENSORS:
-                return {name: file.get_tensor(name) for name in names}
+        if len(names) <= MAX_TENSORS:
+            tensors: dict[str, Tensor] = {}
+            # Mapped anew for every few: the memory of those that were copied and dropped is free before the last is.
+            few = max(1, -(-len(names) // MAPPINGS))
+            for start in range(0, len(names), few):
+                with safe_open(path, framework="pt") as file:
+                    tensors |= {name: file.get_tensor(name) for name in names[start : start + few]}
+            return tensors
     except Exception as error:  # SafetensorError, and what torch raises for types and shapes it does not have
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     raise ValueError(f"{path} holds {len(names)} tensors, and at most {MAX_TENSORS} are read")
