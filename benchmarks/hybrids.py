@@ -21,17 +21,17 @@ import torch
 from benchmarks.measure import median, table, write_json
 
 VOCABULARY = 32_000
-GRANITE = {
+GRANITE: dict[str, Any] = {
     **{"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "num_local_experts": 0},
     **{"shared_intermediate_size": 2560, "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128},
     **{"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015},
     "tie_word_embeddings": True,
 }
-NEMOTRON = {
+NEMOTRON: dict[str, Any] = {
     **{"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64},
     **{"intermediate_size": 4096, "ssm_state_size": 128, "mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 8},
 }
-FALCON_H1 = {
+FALCON_H1: dict[str, Any] = {
     **{"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4},
     **{"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1},
     **{"tie_word_embeddings": True, "mamba_rms_norm": False},
