@@ -48,7 +48,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("GraniteMoeHybrid", {**MAMBA2, **GRANITE}),
     "granitemoehybrid-dense": (
         "GraniteMoeHybrid",
-        {**MAMBA2, **GRANITE, "num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
+        {
+            **MAMBA2,
+            **GRANITE,
+            **{"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True, "head_dim": 12},
+        },
     ),
     "falcon_h1": ("FalconH1", FALCON_H1),
     "falcon_h1-plain": (
@@ -66,7 +70,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **MAMBA2,
             **{"num_hidden_layers": 2, "attn_layer_indices": [0], "attention_bias": True, "mlp_bias": True},
-            **{"mamba_proj_bias": True, "tie_word_embeddings": True},
+            **{"mamba_proj_bias": True, "tie_word_embeddings": True, "head_dim": 12},
         },
     ),
     "jamba": ("Jamba", JAMBA),

@@ -36,6 +36,7 @@ class Bamba(HubConfig):
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
     num_key_value_heads: int | None = 8
+    head_dim: int | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-5
     attn_layer_indices: tuple[int, ...] | None = None
@@ -88,7 +89,7 @@ class Bamba(HubConfig):
                 width,
                 self.num_attention_heads,
                 self.num_key_value_heads,
-                head_width(width, self.num_attention_heads),
+                head_width(width, self.num_attention_heads, self.head_dim),
                 rope_theta=theta,
                 rope_fraction=float(fraction),
                 bias=self.attention_bias,

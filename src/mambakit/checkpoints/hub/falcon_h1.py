@@ -163,7 +163,6 @@ class FalconH1(HubConfig):
             hidden_act=their_activation(mlp.activation),
             mlp_bias=mlp.bias,
             mlp_multipliers=(mlp.gate_scale, mlp.out_scale),
-            head_dim=attention.head_width if attention.head_width * attention.n_heads != config.d_model else None,
             rope_parameters=rope,
             attention_bias=attention.bias,
             key_multiplier=attention.key_scale,

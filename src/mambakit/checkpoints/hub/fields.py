@@ -46,11 +46,6 @@ class HubConfig(ABC):
     """Fields of this format, beside `UNREAD`, that change nothing that is computed here."""
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Fields with the one value that is supported."""
-    unfit: ClassVar[set[str]] = {
-        *("A_init_range", "dt_min", "dt_max", "dt_init_floor", "dt_init", "dt_scale"),  # only how the weights started
-        "residual_in_fp32",  # only how sums are rounded
-    }
-    """Fields of ours that the format need not give back."""
 
     @abstractmethod
     def config(self) -> ModelConfig:
@@ -155,10 +150,12 @@ def rope_of(parameters: Mapping[str, Any] | None, values: Any) -> tuple[float, f
 
 
 def attention_fields(attention: AttentionConfig | None) -> dict[str, int]:
-    """The numbers of heads, which without any attention are those of the defaults."""
+    """The numbers of heads, which without any attention are those of the defaults, and their width if it is free."""
     if attention is None:
         return {}
-    return {"num_attention_heads": attention.n_heads, "num_key_value_heads": attention.kv_heads}
+    found = {"num_attention_heads": attention.n_heads, "num_key_value_heads": attention.kv_heads}
+    whole = attention.n_heads * attention.head_width == attention.d_model
+    return found if whole else {**found, "head_dim": attention.head_width}
 
 
 def as_limit(limit: Any) -> tuple[float, float]:

@@ -37,6 +37,7 @@ class GraniteMoeHybrid(HubConfig):
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
     num_key_value_heads: int | None = None
+    head_dim: int | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -86,7 +87,7 @@ class GraniteMoeHybrid(HubConfig):
         },
     )
     unread = {"mamba_chunk_size", "normalization_function", "init_method", "time_step_min", "time_step_max"}  # noqa: RUF012
-    unread |= {"time_step_floor", "mlp_bias", "head_dim"}
+    unread |= {"time_step_floor", "mlp_bias"}
 
     def kinds(self) -> list[bool]:
         """Whether each layer has attention."""
@@ -114,7 +115,7 @@ class GraniteMoeHybrid(HubConfig):
                 width,
                 self.num_attention_heads,
                 self.num_key_value_heads,
-                head_width(width, self.num_attention_heads),
+                head_width(width, self.num_attention_heads, self.head_dim),
                 scale=float(self.attention_multiplier),
                 rope_theta=theta if self.position_embedding_type == "rope" else None,
                 rope_fraction=fraction if self.position_embedding_type == "rope" else 1.0,

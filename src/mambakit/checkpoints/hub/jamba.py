@@ -123,8 +123,6 @@ class Jamba(HubConfig):
         mamba, attention = only(config, Mamba1Config), only(config, AttentionConfig)
         mlp, moe = only(config, MLPConfig), only(config, MoEConfig)
         values: dict[str, Any] = attention_fields(attention)
-        if attention is not None and attention.head_width * attention.n_heads != config.d_model:
-            values["head_dim"] = attention.head_width
         if mamba is not None:
             if not (mamba.dt_b_c_norm and mamba.dt_b_c_norm_weight):
                 raise ValueError("its Mamba-1 blocks have no norms with weights on dt, B and C")
