@@ -9,6 +9,7 @@ from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.checkpoints.fields import shown
 from mambakit.checkpoints.hub.fields import (
+    DECODER,
     FEED_FORWARD,
     HubConfig,
     activation,
@@ -58,10 +59,7 @@ class Bamba(HubConfig):
     model_type = "bamba"
     architecture = "BambaForCausalLM"
     names = Names(
-        embedding="model.embed_tokens.weight",
-        norm_f="model.final_layernorm.",
-        layer="model.layers.{}.",
-        norms=("input_layernorm.", "pre_ff_layernorm."),
+        **DECODER,
         blocks={"mamba2": "mamba.", "attention": "self_attn.", "mlp": "feed_forward."},
         tables=FEED_FORWARD,
     )

@@ -7,6 +7,7 @@ from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.blocks.parallel import ParallelConfig
 from mambakit.checkpoints.hub.fields import (
+    DECODER,
     FEED_FORWARD,
     HubConfig,
     activation,
@@ -70,10 +71,7 @@ class FalconH1(HubConfig):
     model_type = "falcon_h1"
     architecture = "FalconH1ForCausalLM"
     names = Names(
-        embedding="model.embed_tokens.weight",
-        norm_f="model.final_layernorm.",
-        layer="model.layers.{}.",
-        norms=("input_layernorm.", "pre_ff_layernorm."),
+        **DECODER,
         blocks={"mamba2": "mamba.", "attention": "self_attn.", "mlp": "feed_forward."},
         tables=FEED_FORWARD,
     )

@@ -34,6 +34,13 @@ FEED_FORWARD: dict[str, Table] = {
     "mlp": {"fc1": ("up_proj", "gate_proj"), "fc2": "down_proj"},
 }
 """Names inside blocks that most formats share."""
+DECODER: dict[str, Any] = {
+    "embedding": "model.embed_tokens.weight",
+    "norm_f": "model.final_layernorm.",
+    "layer": "model.layers.{}.",
+    "norms": ("input_layernorm.", "pre_ff_layernorm."),
+}
+"""And names around them, for `Names`."""
 
 
 class HubConfig(ABC):

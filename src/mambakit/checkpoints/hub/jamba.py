@@ -10,6 +10,7 @@ from mambakit.blocks.mamba1 import Mamba1Config
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.blocks.moe import MoEConfig
 from mambakit.checkpoints.hub.fields import (
+    DECODER,
     FEED_FORWARD,
     HubConfig,
     activation,
@@ -52,10 +53,7 @@ class Jamba(HubConfig):
     model_type = "jamba"
     architecture = "JambaForCausalLM"
     names = Names(
-        embedding="model.embed_tokens.weight",
-        norm_f="model.final_layernorm.",
-        layer="model.layers.{}.",
-        norms=("input_layernorm.", "pre_ff_layernorm."),
+        **DECODER,
         blocks={"mamba1": "mamba.", "attention": "self_attn.", "mlp": "feed_forward.", "moe": "feed_forward."},
         tables={
             **FEED_FORWARD,
