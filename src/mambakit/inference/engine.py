@@ -110,7 +110,9 @@ class Engine:
             sampler=sampler,
             seed=int(row_seeds(seed, 1)[0]),
             stops=read_all_stops(stop, vocabulary, self.tokenizer),
-            constraint=None if constraint is None else Constraint(constraint, self.tokenizer, vocabulary),
+            constraint=None
+            if constraint is None
+            else Constraint(constraint, self.tokenizer, vocabulary, max_new_tokens),
             logprobs=logprobs,
             echo=echo,
             ends=tuple(ends),
@@ -230,14 +232,15 @@ class Engine:
     def _give(self, request: Request, token: int | None, logits_w: Tensor) -> str | None:
         if token is None:
             return None  # it has failed
-        request.tokens.append(token)
-        if request.top is not None:
-            request.logprobs += log_probabilities(logits_w[None], [token], request.top)
         try:
-            reason = request.ends_by()
+            token = request.settle(token)
         except ValueError as error:  # of its constraint
             request.finish("error", error)
             return None
+        request.tokens.append(token)
+        if request.top is not None:
+            request.logprobs += log_probabilities(logits_w[None], [token], request.top)
+        reason = request.ends_by()
         if reason is None:
             request.tell()
         return reason

@@ -88,8 +88,8 @@ class Stream(Iterator[Tensor]):
         prompts = read_prompts(ids, mask_bs, model.config.vocab_size, model.backbone.embedding.weight.device)
         self._seed_b = row_seeds(seed, prompts.rows)
         self._seen_bw = prompts.seen(model.config.vocab_size) if repetition_penalty is not None else None
-        constrained_rows = range(0 if constraint is None else prompts.rows)
-        self._constraints = [Constraint(constraint, tokenizer, model.config.vocab_size) for _ in constrained_rows]
+        told = (constraint, tokenizer, model.config.vocab_size, max_new_tokens)
+        self._constraints = [Constraint(*told) for _ in range(0 if constraint is None else prompts.rows)]
         self._given: list[Tensor] = []
         # Only rows that go on, `a`, are computed; the caches of ended ones wait in `_ended` until they are asked for.
         self._row_a = torch.arange(prompts.rows)
@@ -154,6 +154,9 @@ class Stream(Iterator[Tensor]):
                 if close(may_aw if seen_aw is None or penalty is None else penalise(may_aw, seen_aw, penalty)):
                     may_aw = constrained(self._speculation.exact(), own)
             chosen_a = self._sampler.choose(may_aw, seen_aw, uniform_a).to(self._logits_aw.device)
+            if own:
+                pairs = zip(own, chosen_a.tolist(), strict=True)
+                chosen_a = chosen_a.new_tensor([one.take(token) for one, token in pairs])
             self._give_out(chosen_a)
         return self._given[-1]
 
@@ -168,8 +171,7 @@ class Stream(Iterator[Tensor]):
                 latest_as = torch.stack(self._given[-len(stop_s) :], 1)[row_a].cpu()
                 self._ends_a |= (latest_as == stop_s).all(1)
         if self._constraints:
-            pairs = zip(self._row_a.tolist(), chosen_a.tolist(), strict=True)
-            self._ends_a |= torch.tensor([self._constraints[row].take(token) for row, token in pairs])
+            self._ends_a |= torch.tensor([self._constraints[row].complete for row in self._row_a.tolist()])
 
     def _take_in(self) -> None:
         """Bring cache and logits up to the tokens given out, and let go of the rows that ended with them."""
