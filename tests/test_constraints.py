@@ -377,7 +377,7 @@ class TestTrouble:
         free = engine.add([3], max_new_tokens=9)
         take = bad.constraint.take
 
-        def failing(token: int) -> bool:
+        def failing(token: int) -> int:
             return take(0 if len(bad.tokens) == 4 else token)
 
         monkeypatch.setattr(bad.constraint, "take", failing)
