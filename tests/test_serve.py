@@ -371,6 +371,7 @@ WRONG = [
     ("", {"messages": HI, "temperature": -0.1}, 400, "at least 0"),
     ("", {"messages": HI, "temperature": 1e999}, 400, "not JSON"),
     ("", {"messages": HI, "top_p": 0}, 400, "above 0"),
+    ("", {"messages": HI, "repetition_penalty": 1e-40}, 400, "at least 0.01"),
     ("", {"messages": HI, "n": 0}, 400, "at least 1"),
     ("", {"messages": HI, "stop": [""]}, 400, "stop[0] is empty"),
     ("", {"messages": HI, "stop": {"a": 1}}, 400, "stop"),

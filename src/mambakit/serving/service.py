@@ -27,7 +27,7 @@ SAMPLING: dict[str, Schema] = {
     "top_p": optional(number(exclusiveMinimum=0, maximum=1)),
     "top_k": optional(integer(1)),
     "min_p": optional(number(minimum=0, maximum=1)),
-    "repetition_penalty": optional(number(exclusiveMinimum=0, maximum=100)),
+    "repetition_penalty": optional(number(minimum=0.01, maximum=100)),
     "seed": optional(integer(-(2**63), 2**63 - 1)),
 }
 """How tokens are chosen; beyond OpenAI's fields those of docs/generation.md."""
