@@ -125,7 +125,9 @@ class Engine:
             sampler=sampler,
             seed=int(row_seeds(seed, 1)[0]),
             stops=read_all_stops(stop, vocabulary, self.tokenizer),
-            constraint=None if constraint is None else Constraint(constraint, self.tokenizer, vocabulary),
+            constraint=None
+            if constraint is None
+            else Constraint(constraint, self.tokenizer, vocabulary, max_new_tokens),
             logprobs=logprobs,
             echo=int(echo),
             ends=tuple(ends),

@@ -94,7 +94,9 @@ class Stream(Iterator[Tensor]):
                 sampler=sampler,
                 seed=own_seed,
                 stops=stops,
-                constraint=None if constraint is None else Constraint(constraint, tokenizer, vocabulary),
+                constraint=None
+                if constraint is None
+                else Constraint(constraint, tokenizer, vocabulary, max_new_tokens),
                 keep_state=True,
             )
             for prompt, own_seed in zip(prompts, row_seeds(seed, len(prompts)).tolist(), strict=True)

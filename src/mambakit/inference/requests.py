@@ -100,9 +100,13 @@ class Request:
         """Until it is done, while another thread steps the engine."""
         return self._finished.wait(timeout)
 
+    def settle(self, token: int) -> int:
+        """For the engine: the token that comes when this one was drawn. ValueError where a constraint cannot go on."""
+        return token if self.constraint is None else self.constraint.take(token)
+
     def ends_by(self) -> str | None:
-        """For the engine, after a token: what ends it. ValueError where its constraint cannot go on."""
-        complete = self.constraint is not None and self.constraint.take(self.tokens[-1])
+        """For the engine, after a token: what ends it."""
+        complete = self.constraint is not None and self.constraint.complete
         if self.stops.found(self.tokens) or complete:
             return "stop"
         return "length" if len(self.tokens) == self.max_new_tokens else None

@@ -94,14 +94,15 @@ def sample(sampler: Sampler, requests: Sequence[Request], logits_bw: Tensor) -> 
 
 
 def give(request: Request, token: int, logits_bw: Tensor, row: int) -> str | None:
-    request.tokens.append(token)
-    if request.top is not None:
-        request.logprobs += log_probabilities(logits_bw[row : row + 1], [token], request.top)
     try:
-        reason = request.ends_by()
+        token = request.settle(token)
     except ValueError as error:  # of its constraint
         request.finish("error", error)
         return None
+    request.tokens.append(token)
+    if request.top is not None:
+        request.logprobs += log_probabilities(logits_bw[row : row + 1], [token], request.top)
+    reason = request.ends_by()
     if reason is None:
         request.tell()
     return reason
