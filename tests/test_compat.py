@@ -123,7 +123,7 @@ def test_signatures(path):
     assert pickle.loads(pickle.dumps(function)) is function
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'unheard_of'"):
         function(*parameters, unheard_of=1)
-    with pytest.raises(TypeError, match="too many positional arguments"):
+    with pytest.raises(TypeError, match=r"too many positional arguments|positional arguments but"):
         function(*parameters, 1)
 
 
@@ -155,10 +155,8 @@ def test_other_modules_say_that_they_are_not_covered(name):
         importlib.import_module(name)
 
 
-def test_names_of_forks_say_whose_they_are():
+def test_other_names_are_not_there():
     module = importlib.import_module("mamba_ssm.ops.selective_scan_interface")
-    with pytest.raises(ImportError, match=r"bimamba_inner_fn belongs to a modified copy"):
-        exec("from mamba_ssm.ops.selective_scan_interface import bimamba_inner_fn")
     with pytest.raises(ImportError, match="cannot import name 'unheard_of'"):
         exec("from mamba_ssm.ops.selective_scan_interface import unheard_of")
     assert not hasattr(module, "unheard_of")

@@ -58,6 +58,11 @@ def of_tensors(function: Function) -> Function:
     return cast(Function, called)
 
 
+def through_apply(name: str, function: Callable[..., Any]) -> Any:
+    """A class that stands for an official `autograd.Function`: its `apply` is the function."""
+    return type(name, (), {"__doc__": f"`{name}.apply` is `{function.__name__}`.", "apply": staticmethod(function)})
+
+
 def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
     """TypeError for keywords that the official class does not have."""
     if not unknown:
@@ -83,6 +88,14 @@ def check_activation(activation: str | None) -> bool:
     if activation not in ACTIVATIONS:
         raise NotImplementedError(f'activation = {activation!r} is not one of None, "silu" and "swish"')
     return activation is not None
+
+
+def by_version(activation: str | None, *others: Any) -> tuple[Any, ...]:
+    """The activation, then the other arguments: in older versions it comes earlier, at the place of one of them."""
+    for given in others:
+        if isinstance(given, str):
+            activation = given
+    return activation, *(None if isinstance(given, str) else given for given in others)
 
 
 def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:

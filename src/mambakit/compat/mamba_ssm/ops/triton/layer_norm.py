@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mambakit.blocks import modules
 from mambakit.compat.arguments import in_one_precision, in_the_order, of_tensors
+from mambakit.compat.references.norms import layer_norm_ref
 from mambakit.ops.norm import rms_norm
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
@@ -87,31 +88,6 @@ def layer_norm_linear_fn(
     y, total = layer_norm_fn(x, norm_weight, norm_bias, prenorm=True, **options)
     y = F.linear(y.to(linear_weight.dtype), linear_weight, linear_bias)
     return (y, total) if prenorm else y
-
-
-@in_the_order(f"{SUMMED}, dropout_mask, dropout_mask1, upcast, is_rms_norm", layer_norm_fn)
-def layer_norm_ref(
-    *,
-    x: Tensor,
-    x1: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
-    **given: Any,
-) -> Any:
-    """`layer_norm_fn` with given dropout masks, true where an entry is kept. It always computes in at least float32."""
-    if rowscale is not None:
-        x = x * rowscale[..., None]
-    if dropout_mask is not None:
-        x = x.masked_fill(~dropout_mask, 0.0) / (1 - dropout_p)
-        if x1 is not None and dropout_mask1 is not None:
-            x1 = x1.masked_fill(~dropout_mask1, 0.0) / (1 - dropout_p)
-        elif x1 is not None:
-            x1 = F.dropout(x1, dropout_p)
-        dropout_p = 0.0
-    return layer_norm_fn(x, x1=x1, dropout_p=dropout_p, **given)
 
 
 @in_the_order(f"{SUMMED}, dropout_mask, dropout_mask1, upcast", layer_norm_ref)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks import modules
 from mambakit.compat.arguments import in_one_precision, in_the_order, of_tensors
+from mambakit.compat.references.norms import gated_rms_norm_ref as rms_norm_ref
 from mambakit.ops.norm import rms_norm
 
 __all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rms_norm_ref", "rmsnorm_fn"]
@@ -50,11 +51,6 @@ def layernorm_fn(
 
 @in_the_order(GATED, layernorm_fn)
 def rmsnorm_fn(**given: Any) -> Tensor:
-    return layernorm_fn(**given, is_rms_norm=True)
-
-
-@in_the_order(f"{GATED}, upcast", layernorm_fn)
-def rms_norm_ref(upcast: bool = True, **given: Any) -> Tensor:
     return layernorm_fn(**given, is_rms_norm=True)
 
 

@@ -12,6 +12,11 @@ from mambakit.compat.mamba2_core import scan, scan_packed
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mambakit.compat.mamba_ssm.ops.triton.layernorm_gated import layernorm_fn
 from mambakit.compat.packing import segments_of
+from mambakit.compat.references.scans import (
+    mamba_conv1d_scan_ref,
+    mamba_split_conv1d_scan_ref,
+    ssd_chunk_scan_combined_ref,
+)
 from mambakit.ops.shapes import bind
 
 __all__ = [
@@ -85,9 +90,6 @@ def mamba_chunk_scan_combined(
 @in_the_order("x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus", mamba_chunk_scan_combined)
 def mamba_chunk_scan(**given: Any) -> Tensor:
     return mamba_chunk_scan_combined(**given)
-
-
-ssd_chunk_scan_combined_ref = mamba_chunk_scan
 
 
 @of_tensors
@@ -191,48 +193,3 @@ def mamba_split_conv1d_scan_combined(
     if outproj_weight is not None:
         out = F.linear(out, outproj_weight, outproj_bias)
     return (out, final_states) if return_final_states else out
-
-
-@in_the_order(
-    "zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, dt_limit, activation, rmsnorm_weight, rmsnorm_eps, "
-    "outproj_weight, outproj_bias, headdim, ngroups, norm_before_gate",
-    mamba_split_conv1d_scan_combined,
-)
-def mamba_split_conv1d_scan_ref(**given: Any) -> Tensor:
-    """The function above without states. With several groups the official reference norms over all of them instead."""
-    return mamba_split_conv1d_scan_combined(**given)
-
-
-@of_tensors
-def mamba_conv1d_scan_ref(
-    xBC: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt: Tensor,
-    A: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = ALL_STEPS,
-    activation: str | None = "silu",
-    headdim: int | None = None,
-    ngroups: int = 1,
-) -> Tensor:
-    """Convolution and scan of `xBC` (b, s, ..): `out` (b, s, h p)."""
-    heads = dt.shape[2]
-    if z is not None:
-        headdim = z.shape[-1] // heads
-    elif D is not None and D.dim() == 2:
-        headdim = D.shape[1]
-    if headdim is None:
-        raise ValueError("headdim has to be given when neither z nor a D of two axes shows it")
-    xBC_conv = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, activation=activation)
-    assert isinstance(xBC_conv, Tensor)
-    width = heads * headdim
-    x, B, C = xBC_conv.mT.split((width, *[(xBC.shape[-1] - width) // 2] * 2), dim=-1)
-    x, z = (None if t is None else t.unflatten(-1, (heads, headdim)) for t in (x, z))
-    B, C = (t.unflatten(-1, (ngroups, -1)) for t in (B, C))
-    assert x is not None
-    return ssd_selective_scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit).flatten(-2)
