@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.ops.shapes import bind
 from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_path import SsdPath
 
 __all__ = ["segsum", "segsum_unstable", "ssd_minimal_discrete"]
+
+__getattr__ = gpu_only(__name__, tests="test_correctness")
 
 
 @of_tensors

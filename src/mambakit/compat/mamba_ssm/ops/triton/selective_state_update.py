@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.compat.arguments import in_full_precision, of_tensors, step_size
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.mamba2_core import scan
 from mambakit.compat.references.scans import selective_state_update_ref
 from mambakit.compat.slots import Slots
@@ -12,6 +13,8 @@ from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.shapes import bind
 
 __all__ = ["selective_state_update", "selective_state_update_ref"]
+
+__getattr__ = gpu_only(__name__, kernels="_selective_scan_update_kernel")
 
 
 @of_tensors

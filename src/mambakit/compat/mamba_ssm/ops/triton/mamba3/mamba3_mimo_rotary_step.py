@@ -4,12 +4,15 @@ import torch
 from torch import Tensor
 
 from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.mamba3_core import turned_by
 from mambakit.compat.references.rotary import apply_rotary_qk_inference_reference
 from mambakit.ops.rotation import rotate_all
 from mambakit.ops.shapes import bind
 
 __all__ = ["apply_rotary_qk_inference_fwd", "apply_rotary_qk_inference_reference"]
+
+__getattr__ = gpu_only(__name__, kernels="rotary_qk_inference_kernel", tests="test_correctness_qk_inference")
 
 
 @of_tensors
