@@ -1,5 +1,6 @@
 """What the doors of the official functions have in common: signatures, dtypes that may differ, unknown words."""
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from inspect import Signature, signature
@@ -72,10 +73,18 @@ def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
     if forks:
         raise TypeError(
             f"{owner} has no argument {names}: {', '.join(forks)} belongs to a modified copy of mamba_ssm "
-            "(Vision Mamba and its relatives), not to the official package. Wrap two blocks, one over the flipped "
-            "sequence, as examples/gallery/bidirectional.py does"
+            "(Vision Mamba and its relatives), not to the official package. Put that copy on the path: it stays, and "
+            "what in it needs a GPU is filled in. Or wrap two blocks, one over the flipped sequence, as "
+            "examples/gallery/bidirectional.py does"
         )
     raise TypeError(f"{owner} has no argument {names}")
+
+
+def warn_of_unknown(owner: str, unknown: dict[str, Any]) -> None:
+    """One warning for keywords that the official class takes and ignores."""
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        warnings.warn(f"{owner} ignores {names}, as the official one does", UserWarning, stacklevel=3)
 
 
 def in_our_words(family: str, official: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,8 @@ EXTENSIONS = {
 }
 """Compiled extensions, taken wherever there is no such module."""
 TRITON = "ops.triton."
+# As it is now: `--cpu` lets it say yes.
+has_gpu = torch.cuda.is_available
 GONE = ("GreedySearchDecoderOnlyOutput", "SampleDecoderOnlyOutput")
 """What `utils.generation` of older copies imports from transformers, which has one class for all ways now."""
 
@@ -142,7 +144,7 @@ def is_copy(fullname: str, path: Sequence[str] | None) -> bool:
 
 
 def runs_triton() -> bool:
-    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    return has_gpu() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def restore_names() -> None:
