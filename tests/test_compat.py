@@ -4,13 +4,14 @@ import importlib
 import importlib.util
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mambakit.compat import install, uninstall
+from mambakit.compat import coverage, install, uninstall
 from mambakit.compat.__main__ import main
 from mambakit.compat.finder import CompatFinder
 
@@ -263,3 +264,16 @@ def test_gallery(script, tmp_path, run):
     code, out, err = run(script, cwd=tmp_path)
     assert code == 0, err
     assert out.strip()
+
+
+def test_the_table_of_names_is_up_to_date():
+    page = (ROOT / "docs" / "compat.md").read_text("utf-8")
+    assert page == coverage.rewritten(page), "run python -m mambakit.compat.coverage docs/compat.md"
+    assert ", 0 absent." in page
+
+
+def test_references_share_nothing_with_what_they_check():
+    """Nor do they call anything of ours but each other and the checks of arguments."""
+    for file in (ROOT / "src" / "mambakit" / "compat" / "references").glob("*.py"):
+        ours = [line for line in file.read_text("utf-8").splitlines() if line.startswith("from mambakit")]
+        assert all(re.match(r"from mambakit\.compat\.(references|arguments)\b", line) for line in ours), file.name

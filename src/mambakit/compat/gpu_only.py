@@ -47,6 +47,7 @@ REASONS = {
     "gradients",
     "unfinished": "the official function is unfinished or not to be used, and says so",
     "graphs": "it captures CUDA graphs, which only a GPU has; generate and decode run without",
+    "operators": "it registers an operator of torch for the extension; call the function that ends in _function",
     "shared": "mambakit does not split embeddings over several processes; mambakit's own training shards whole models",
     "tests": "it is a test or benchmark of the official kernels",
 }

@@ -3,11 +3,14 @@
 from torch import Tensor
 
 from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.packing import packed, to_rows
 from mambakit.compat.references.convolution import causal_conv1d_varlen_states_ref
 from mambakit.ops.shapes import bind
 
 __all__ = ["causal_conv1d_varlen_states", "causal_conv1d_varlen_states_ref"]
+
+__getattr__ = gpu_only(__name__, kernels="_causal_conv1d_varlen_states")
 
 
 @of_tensors

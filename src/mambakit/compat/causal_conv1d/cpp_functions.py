@@ -7,9 +7,12 @@ from torch import Tensor
 
 from mambakit.compat.arguments import of_tensors
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn, causal_conv1d_update
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.gradients import pulled_back, written
 
 __all__ = ["causal_conv1d_bwd_function", "causal_conv1d_fwd_function", "causal_conv1d_update_function"]
+
+__getattr__ = gpu_only(__name__, operators="_causal_conv1d_fwd_cpp _causal_conv1d_bwd_cpp _causal_conv1d_update_cpp")
 
 
 @of_tensors
