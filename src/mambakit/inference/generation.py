@@ -12,7 +12,7 @@ from torch import Tensor
 from mambakit.blocks.caches import concat, select
 from mambakit.inference.constraints import Constraint, constrained
 from mambakit.inference.decoder import make_decoder
-from mambakit.inference.prefix_cache import PrefixCache
+from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Ids, Prompts, Stop, read_prompts, read_stops
 from mambakit.inference.sampling import Sampler, check_count, penalise, row_seeds, uniform
 from mambakit.inference.speculation import KINDS, Speculation, close, why_not
@@ -78,7 +78,8 @@ class Stream(Iterator[Tensor]):
             raise ValueError(
                 "generate takes whole models, and parameters of this one are shares; load a whole copy, one per process"
             )
-        if type(pad_id) is not int:
+        check_prefix_cache(prefix_cache)
+        if type(pad_id) is not int or abs(pad_id) >= 2**63:
             raise ValueError(f"pad_id is {pad_id!r}, expected a token id")
         self._sampler = Sampler(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty

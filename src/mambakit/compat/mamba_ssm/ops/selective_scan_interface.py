@@ -45,7 +45,7 @@ def selective_scan_fn(
         skip_i=D,
         z_bsi=None if z is None else z.mT,
         dt_bias_i=delta_bias,
-        dt_softplus=delta_softplus,
+        dt_softplus=bool(delta_softplus),
     )
     # In the layout of `u`, as callers go on to `view` it.
     y = y_bsi.mT.to(dtype)
