@@ -59,7 +59,7 @@ OVER_KERNELS := MAMBAKIT_KERNELS=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leak
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)"
 
 sanitize: .venv/.ok $(SANITIZED)
-	$(OVER_KERNELS) $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py tests/test_decode.py
+	$(OVER_KERNELS) $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py tests/test_decode.py tests/test_chains.py
 	$(OVER_KERNELS) $(PY) -m pytest -n auto --maxprocesses 8 -k cpu tests/test_agreement.py tests/test_gradients.py
 
 $(SANITIZED): $(patsubst %,build/sanitized/%.o,library plain avx2 avx512)
@@ -76,7 +76,7 @@ OVER_THREADS := MAMBAKIT_KERNELS=$(CURDIR)/$(THREADED) TSAN_OPTIONS=ignore_nonin
 	OMP_NUM_THREADS=1 LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so)
 
 sanitize-threads: .venv/.ok $(THREADED)
-	$(OVER_THREADS) $(PY) -m pytest -n 0 tests/test_decode.py tests/test_kernel_step.py tests/test_kernel_matvec.py
+	$(OVER_THREADS) $(PY) -m pytest -n 0 tests/test_decode.py tests/test_chains.py tests/test_kernel_step.py tests/test_kernel_matvec.py
 
 $(THREADED): tests/threads_of_our_own.cpp $(patsubst %,$(CSRC)/%.cpp,plain avx2 avx512) $(wildcard $(CSRC)/*.h)
 	@mkdir -p $(@D)

@@ -162,6 +162,17 @@ class TestEnds:
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
         assert seen[-1] == tokens.decode(request.tokens)
 
+    def test_what_is_no_part_of_an_engine(self):
+        model = make("mamba2")
+        with pytest.raises(ValueError, match="prefix_cache is a bool, expected a PrefixCache"):
+            Engine(model, prefix_cache=True)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"tokenizer is a str, expected one with decode\(ids\)"):
+            Engine(model, tokenizer="x")  # type: ignore[arg-type]
+        engine = Engine(model)
+        with pytest.raises(ValueError, match="on_token is a str, expected a function of a request"):
+            engine.add([1], on_token="x")  # type: ignore[arg-type]
+        assert not engine.step()
+
     def test_cancelled_everywhere(self):
         model = make("mamba2")
         engine = Engine(model, prefill_chunk=8, max_rows=2)
@@ -193,6 +204,8 @@ class TestStates:
         assert same.tokens == alone(model, list(first.state.ids), max_new_tokens=3, temperature=0)
         with pytest.raises(ValueError, match="does not begin with the tokens of its state"):
             engine.add([7, 7], state=first.state)
+        with pytest.raises(ValueError, match="state is a tuple, expected the State of a request"):
+            engine.add([7, 7], state=())  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("name", ["mamba2", "hybrid"])
     def test_known_prefixes(self, name):

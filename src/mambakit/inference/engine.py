@@ -15,7 +15,7 @@ from torch import Tensor
 from mambakit.blocks.caches import select
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder, make_decoder
-from mambakit.inference.prefix_cache import PrefixCache
+from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Stop, read_ids, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, State, Stops, Tokenizer
@@ -54,6 +54,9 @@ class Engine:
         check_count("prefill_rows", prefill_rows, least=1)
         check_model(model)
         check_backend(backend)
+        check_prefix_cache(prefix_cache)
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, expected one with decode(ids)")
         if prefix_cache is not None and prefill_rows > 1:
             raise ValueError("prompts that go on from a prefix_cache are read one by one; leave out prefill_rows")
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
@@ -115,6 +118,10 @@ class Engine:
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
         )
         prompt = read_ids("ids", ids, vocabulary).tolist()
+        if state is not None and not isinstance(state, State):
+            raise ValueError(f"state is a {type(state).__name__}, expected the State of a request")
+        if on_token is not None and not callable(on_token):
+            raise ValueError(f"on_token is a {type(on_token).__name__}, expected a function of a request")
         if state is not None and list(state.ids) != prompt[: len(state.ids)]:
             raise ValueError("the prompt does not begin with the tokens of its state; leave the state out")
         if any(type(end) is not int or not 0 < end <= len(prompt) for end in ends):

@@ -12,7 +12,7 @@ from mambakit.blocks.caches import concat, select
 from mambakit.inference.constraints import Constraint, constrained
 from mambakit.inference.decoder import make_decoder
 from mambakit.inference.engine import check_model, reading_backend
-from mambakit.inference.prefix_cache import PrefixCache
+from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Ids, Stop, read_prompts, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, Stops
@@ -77,7 +77,8 @@ class Stream(Iterator[Tensor]):
         check_count("prefill_chunk", prefill_chunk, least=1)
         check_model(model)
         check_backend(backend)
-        if type(pad_id) is not int:
+        check_prefix_cache(prefix_cache)
+        if type(pad_id) is not int or abs(pad_id) >= 2**63:
             raise ValueError(f"pad_id is {pad_id!r}, expected a token id")
         if cache is not None and prefix_cache is not None:
             raise ValueError("a prefix_cache knows prompts from their start; leave it out when continuing a cache")

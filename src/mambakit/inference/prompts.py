@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.ops.shapes import check_readable
+
 Ids = Tensor | Sequence[int] | Sequence[Tensor | Sequence[int]]
 """Token ids of one prompt, or of a batch of them."""
 Stop = int | Sequence[int | Sequence[int]]
@@ -14,6 +16,8 @@ Stop = int | Sequence[int | Sequence[int]]
 
 def read_prompts(ids: Ids, mask_bs: Tensor | None, vocab_size: int) -> list[list[int]]:
     """The prompts of a call; ValueError where there is none, or one that a model of `vocab_size` cannot read."""
+    if isinstance(ids, Tensor):
+        check_readable("ids", ids)
     given = one_by_one(ids) if mask_bs is None else without_padding(ids, mask_bs)
     if not given:
         raise ValueError("ids holds no prompts")
@@ -25,12 +29,13 @@ def one_by_one(ids: Ids) -> Sequence[Any]:
         if ids.dim() not in (1, 2):
             raise ValueError(f"ids has {ids.dim()} axes, expected [batch, s], [s] or a list of prompts")
         return [ids] if ids.dim() == 1 else list(ids)
-    if len(ids) and not isinstance(ids[0], Tensor | Sequence):
-        return [ids]
-    return ids
+    if not isinstance(ids, Sequence):
+        raise ValueError(f"ids is a {type(ids).__name__}, expected a tensor, a list of token ids or a list of prompts")
+    return [ids] if ids and not isinstance(ids[0], Tensor | Sequence) else ids
 
 
 def without_padding(ids_bs: Ids, mask_bs: Tensor) -> list[Tensor]:
+    check_readable("mask_bs", mask_bs)
     if not isinstance(ids_bs, Tensor) or ids_bs.dim() != 2 or mask_bs.shape != ids_bs.shape:
         given = f"of shape {tuple(ids_bs.shape)}" if isinstance(ids_bs, Tensor) else "in a list"
         raise ValueError(f"mask_bs of shape {tuple(mask_bs.shape)} needs ids of the same two axes, got ids {given}")
@@ -47,6 +52,8 @@ def read_stops(stop: Stop | None, vocab_size: int) -> list[list[int]]:
 
 
 def read_ids(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> Tensor:
+    if isinstance(ids, Tensor):
+        check_readable(name, ids)
     try:
         ids_s = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:

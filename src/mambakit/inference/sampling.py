@@ -8,6 +8,8 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from mambakit.ops.shapes import check_readable
+
 INT64 = 1 << 63
 BITS = (1 << 64) - 1
 
@@ -122,6 +124,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
         # Not seed + row: the rows of neighbouring seeds would then share their draws.
         return torch.tensor([wrapped(seed + 0xD1342543DE82EF95 * row) for row in range(rows)])
     if isinstance(seed, Tensor):
+        check_readable("seed", seed)
         seed = seed.tolist()
     if not isinstance(seed, list | tuple) or not all(type(one) is int for one in seed):
         raise ValueError(f"seed is {seed!r}, expected a number, one number per row, or None")

@@ -77,7 +77,7 @@ def scan_from(
         skip_i=D,
         z_bsi=None if z is None else z.mT,
         dt_bias_i=delta_bias,
-        dt_softplus=delta_softplus,
+        dt_softplus=bool(delta_softplus),
     )
     # In the layout of `u`, as callers go on to `view` it.
     y = y_bsi.mT.to(dtype)
