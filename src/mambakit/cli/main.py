@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 VERBS = {
     "train": "train a language model on files or folders",
+    "tokenizer": "learn a vocabulary from files or folders",
     "generate": "stream text from a checkpoint",
     "chat": "talk with a model in the terminal",
     "serve": "answer OpenAI's clients and a web page",
