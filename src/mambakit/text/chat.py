@@ -69,6 +69,7 @@ class Chat:
         tool_template: str | None = None,
     ):
         self.tokens, self.stop_ids = tokens, tuple(stop_ids)
+        self.template, self.named = template, dict(named or {})
         self._start = [] if template is not None else list(start)
         self.stops = PLAIN_STOPS if template is None else ()
         self._write: Callable[..., str] = plain if template is None else Template(template, named or {}).render
