@@ -138,11 +138,13 @@ def _layer_norm_bwd(
     out: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """`(dx, dweight, dbias, dz)`, and if asked for the output once more. The statistics are not read."""
-    options = (eps, group_size, norm_before_gate, is_rms_norm)
-    inputs = (x, weight, bias, z)
-    d_x, d_weight, d_bias, d_z = pulled_back(lambda *given: layernorm_fn(*given, *options), inputs, (dy,))
+
+    def forward(x: Any, weight: Any, bias: Any, z: Any) -> Tensor:
+        return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm)
+
+    d_x, d_weight, d_bias, d_z = pulled_back(forward, (x, weight, bias, z), (dy,))
     grads = (d_x, d_weight, d_bias, None if z is None else written(d_z, dz))
-    return (*grads, written(layernorm_fn(*inputs, *options).detach(), out)) if recompute_output else grads
+    return (*grads, written(forward(x, weight, bias, z).detach(), out)) if recompute_output else grads
 
 
 LayerNormFn = through_apply("LayerNormFn", layernorm_fn)
