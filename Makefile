@@ -16,7 +16,7 @@ SEED ?= 0
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test quick check lint format bench kernels headers sanitize sanitize-threads fuzz mutations torture clean
+.PHONY: demo test quick check lint format bench kernels headers sanitize sanitize-threads fuzz mutations torture serve-proofs clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -98,6 +98,12 @@ KILLS ?= 1000
 torture: .venv/.ok kernels
 	rm -rf build/torture
 	PYTHONPATH=tests $(PY) tests/torture.py build/torture $(KILLS) $(SEED)
+
+# A server under 1,000 requests with secrets and cancellations, 1,000 parked sessions, 10,000 connections, 10,000 answers in forms, 300 kills.
+serve-proofs: .venv/.ok kernels
+	MAMBAKIT_PROOFS=1000 $(PY) -m pytest -n 0 -s tests/test_serve_proofs.py
+	MAMBAKIT_ANSWERS=1000 $(PY) -m pytest -n 0 tests/test_constraints.py -k whole
+	MAMBAKIT_KILLS=300 $(PY) -m pytest -n 0 tests/test_sessions.py -k killed
 
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd

@@ -332,6 +332,9 @@ class Group:
         last = self.requests.pop()
         if last is not request:
             self.requests[row] = last
+            if len(self.logits_bw) > len(self.requests):
+                self.logits_bw[row] = self.logits_bw[len(self.requests)]
+        self.logits_bw = self.logits_bw[: len(self.requests)]
 
     def row(self, request: Request) -> Any:
         return self._decoder.row(self.requests.index(request))
