@@ -24,7 +24,7 @@ import torch
 import mambakit as mk
 from benchmarks.measure import median, progress, table, write_json
 from mambakit.inference import Engine
-from mambakit.text.tokens import TokenizerFile
+from mambakit.text.tokens import Bytes, TokenizerFile
 
 CLIENTS = (1, 4, 16)
 START_SECONDS = 120
@@ -152,6 +152,35 @@ def one_by_one(folder: Path, texts: list[str], new: int) -> dict[str, Any]:
     return {"clients": 1, "requests_per_second": len(texts) / seconds, "first_token_ms": 1e3 * median(firsts)}
 
 
+FORM = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    },
+}
+
+
+def compare_forms(d_model: int, layers: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds per token at batch 1 of free text and of text that has to be JSON, in turns."""
+    torch.manual_seed(0)
+    config = mk.ModelConfig(block=mk.Mamba2Config(d_model=d_model), n_layer=layers, vocab_size=Bytes.vocab_size)
+    engine = Engine(mk.LanguageModel(config).eval(), tokenizer=Bytes())
+    times: dict[str, list[float]] = {"free": [], "constrained": []}
+    for turn in range(repeats + 1):
+        for name, constraint in (("free", None), ("constrained", FORM)):
+            request = engine.add([65], max_new_tokens=200, seed=1, constraint=constraint)
+            began = time.perf_counter()
+            engine.run()
+            if turn:  # the first makes what is made once
+                times[name].append(1e3 * (time.perf_counter() - began) / len(request.tokens))
+    free, constrained = (median(times[name]) for name in ("free", "constrained"))
+    return {"d_model": d_model, "layers": layers, "free_ms": free, "constrained_ms": constrained}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--d-model", type=int, default=768)
@@ -161,8 +190,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3, help="of each client")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--forms", action="store_true", help="instead: what a constraint costs per token")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.forms:
+        found = [compare_forms(args.d_model, args.layers, 3), compare_forms(256, 4, 9)]
+        head = ["model", "free, ms per token", "constrained", "ratio"]
+        lines = [(f"{one['d_model']} x {one['layers']}", one["free_ms"], one["constrained_ms"]) for one in found]
+        print(table(head, [[name, f"{a:.3f}", f"{b:.3f}", f"{b / a:.3f}"] for name, a, b in lines]))
+        print(write_json("forms", {"settings": vars(args), "rows": found}))
+        return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "served"
