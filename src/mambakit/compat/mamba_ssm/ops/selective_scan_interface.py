@@ -11,7 +11,7 @@ from mambakit.compat.arguments import in_one_precision, of_tensors
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
-from mambakit.ops.shapes import bind
+from mambakit.ops.shapes import bind, check_floats
 
 __all__ = ["mamba_inner_fn", "mamba_inner_ref", "selective_scan_fn", "selective_scan_ref"]
 
@@ -107,10 +107,21 @@ def mamba_inner_fn(
     for name, given, extras in (("B", B, (B_proj_bias, b_rms_weight)), ("C", C, (C_proj_bias, c_rms_weight))):
         if given is not None and any(extra is not None for extra in extras):
             raise ValueError(f"{name} was given: its projection's bias and norm weight have nothing to work on")
+    size = bind(x_proj_Ri=x_proj_weight, delta_proj_iq=delta_proj_weight, A_ir=A)
+    entries = A.shape[1] * (2 if A.is_complex() else 1)
+    own = size.q + entries * ((B is None) + (C is None))
+    if not torch.is_autocast_enabled(xz.device.type):
+        projections = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight}
+        check_floats({"xz": xz, **projections, "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias})
+    if xz.dim() != 3 or xz.shape[1] != 2 * size.i or own > size.R:
+        given = f"xz {tuple(xz.shape)}, x_proj_weight {tuple(x_proj_weight.shape)}"
+        raise ValueError(
+            f"{given} and delta_proj_weight {tuple(delta_proj_weight.shape)} do not go with A's {size.i} channels"
+        )
     x, z = xz.chunk(2, dim=1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
     assert isinstance(x, Tensor)
-    rank, entries = delta_proj_weight.shape[1], A.shape[1] * (2 if A.is_complex() else 1)
+    rank = size.q
     projected_bsR = F.linear(x.mT, x_proj_weight)
     delta_bsi = F.linear(projected_bsR[..., :rank], delta_proj_weight)
     if dt_rms_weight is not None:
@@ -125,6 +136,7 @@ def mamba_inner_fn(
         B = per_token(projected_bsR[..., rank : rank + entries], B_proj_bias, b_rms_weight)
     if C is None:
         C = per_token(projected_bsR[..., -entries:], C_proj_bias, c_rms_weight)
+    bind(out_proj_weight_di=out_proj_weight, out_proj_bias_d=out_proj_bias, A_ir=A)
     y = selective_scan_fn(x, delta_bsi.mT, A, B, C, D, z, delta_bias, delta_softplus)
     return F.linear(y.mT, out_proj_weight, out_proj_bias)
 
