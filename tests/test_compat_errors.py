@@ -76,7 +76,7 @@ CALLS = {
                      "conv_state_indices is on meta but x on cpu"),
     "packed on meta": (VARLEN, (z(5, 4, device="meta"), torch.tensor([0, 5]), 3), {}, "there are none on meta"),
     "length of a state": (VARLEN, (z(5, 4), torch.tensor([0, 5]), -1), {}, "state_len is -1"),
-    "axes of D": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(()), 64), {"headdim": 2}, r"^D \(\), conv1d_weight"),
+    "axes of D": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(()), 64), {"headdim": 2}, r"^D \(\), conv"),
     "width out": (SPLIT, (z(2, 5, 34), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "outproj_weight": z(3, 9)},
                   "axis 'q' is 9 in outproj_weight_dq"),
     "dropout": (NORM, (z(2, 4), z(4), None), {"dropout_p": 1.5}, "dropout_p = 1.5 has to be"),
