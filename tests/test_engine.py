@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -236,6 +237,23 @@ class TestEnds:
         with pytest.raises(ValueError, match="on_token is a str, expected a function of a request"):
             engine.add([1], on_token="x")  # type: ignore[arg-type]
         assert not engine.step()
+
+    @pytest.mark.parametrize("at", [1, 3])
+    def test_a_callback_that_raises_ends_its_own_request(self, at):
+        model = make("mamba2")
+        engine = Engine(model)
+
+        def fails(request: Any) -> None:
+            if len(request.tokens) >= at:
+                raise KeyError("lost")
+
+        failing = engine.add([1, 2], 3, temperature=0, on_token=fails)
+        other = engine.add([3, 4], 5, temperature=0)
+        engine.run()
+        assert isinstance(failing.error, KeyError)
+        assert failing.finish_reason == ("error" if at < 3 else "length")
+        assert len(failing.tokens) == at
+        assert other.tokens == alone(model, [3, 4], max_new_tokens=5, temperature=0)
 
     def test_cancelled_everywhere(self):
         model = make("mamba2")

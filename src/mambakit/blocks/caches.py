@@ -66,10 +66,7 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype is {dtype!r}, expected a torch.dtype")
-    try:
-        device = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {device!r}, which torch does not know") from error
+    device = _device(device)
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"a cache cannot become {dtype}; choose a floating-point dtype")
 
@@ -150,6 +147,7 @@ def save(cache: Any, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
     """The cache that `save` wrote to `path`. A file that is anything else, or not all of it, raises ValueError."""
+    device = _device(device)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -162,7 +160,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None)
         raise ValueError(f"{path} holds no cache of mambakit's format {FORMAT}: found {found}")
     try:
         cache = _restore(json.loads(metadata["structure"]), tensors)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} holds a cache whose structure does not fit its tensors: {error!r}") from error
     if tensors:
         raise ValueError(f"{path} holds tensors its structure does not name: {', '.join(sorted(tensors))}")
@@ -198,6 +196,13 @@ class History:
         for _ in range(k):
             self._kept.pop()
         return self._kept[-1]
+
+
+def _device(given: Any) -> torch.device | None:
+    try:
+        return None if given is None else torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {given!r}, which torch does not know") from error
 
 
 def _kinds() -> dict[str, type]:

@@ -127,8 +127,15 @@ class Request:
         self.tell()
 
     def tell(self) -> None:
-        if self.on_token is not None:
+        """An `on_token` that raises ends its own request with that, and is not called again."""
+        if self.on_token is None:
+            return
+        try:
             self.on_token(self)
+        except Exception as error:
+            self.on_token, self.error = None, error
+            if not self.done:
+                self.finish("error", error)
 
 
 class Stops:

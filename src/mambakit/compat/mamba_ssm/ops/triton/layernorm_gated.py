@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import modules
-from mambakit.compat.arguments import in_one_precision, in_the_order, of_tensors, through_apply
+from mambakit.compat.arguments import check_channels, in_one_precision, in_the_order, of_tensors, through_apply
 from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.gradients import pulled_back, written
 from mambakit.compat.mamba_ssm.ops.triton.layer_norm import statistics
 from mambakit.compat.references.norms import gated_rms_norm_ref as rms_norm_ref
-from mambakit.ops.norm import rms_norm
+from mambakit.ops.norm import check_group_size, rms_norm
+from mambakit.ops.shapes import check_floats
 
 __all__ = [
     "LayerNorm",
@@ -45,6 +46,8 @@ def layernorm_fn(
     The norm is taken over groups of `group_size` channels (None: all); `weight` and `bias` span the last axis.
     """
     dtype = x.dtype
+    check_channels(x, weight=weight, bias=bias)
+    check_floats({"x": x})
     x, weight, bias, z = in_one_precision(x, weight, bias, z)
     if z is not None and z.shape != x.shape:
         raise ValueError(f"z has shape {tuple(z.shape)} but x has {tuple(x.shape)}")
@@ -54,9 +57,7 @@ def layernorm_fn(
     if is_rms_norm:
         y = rms_norm(y, weight.to(wide), eps, group_size)
     else:
-        group_size = group_size or y.shape[-1]
-        if y.shape[-1] % group_size:
-            raise ValueError(f"group_size = {group_size} does not divide the {y.shape[-1]} channels of x")
+        group_size = check_group_size(group_size, y.shape[-1])
         y = F.layer_norm(y.unflatten(-1, (-1, group_size)), (group_size,), eps=eps).flatten(-2) * weight.to(wide)
     y = y if bias is None else y + bias
     return (y * gate if gate is not None and norm_before_gate else y).to(dtype)
