@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mambakit.blocks.caches import concat, select
 from mambakit.inference.constraints import Constraint, constrained
-from mambakit.inference.decoder import make_decoder
+from mambakit.inference.decoder import Decoder, make_decoder
 from mambakit.inference.prefix_cache import PrefixCache
 from mambakit.inference.prompts import Ids, Prompts, Stop, read_prompts, read_stops
-from mambakit.inference.sampling import Sampler, check_count, penalise, row_seeds, uniform
-from mambakit.inference.speculation import KINDS, Speculation, close, why_not
+from mambakit.inference.sampling import Sampler, check_count, row_seeds, uniform
+from mambakit.inference.speculation import Speculation, speculates, speculation
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.backends import check_backend, use_backend
 
@@ -42,7 +42,8 @@ class Stream(Iterator[Tensor]):
     which raises `ValueError` where a model is not made for that, `"auto"` by the fastest that applies.
 
     `speculate="ngram"` computes several tokens at a time where the text repeats itself, for one prompt; `"auto"` does
-    so where it applies. Tokens stay those of `"off"`.
+    so where it applies, and a smaller model of the same tokens guesses what comes next itself. Tokens stay those of
+    `"off"`.
 
     Gradients are not recorded, but caches are ordinary tensors that later calls may go on from with gradients.
     """
@@ -68,7 +69,7 @@ class Stream(Iterator[Tensor]):
         backend: str = "auto",
         constraint: dict[str, Any] | None = None,
         tokenizer: Any = None,
-        speculate: str = "off",
+        speculate: str | LanguageModel = "off",
     ):
         check_count("max_new_tokens", max_new_tokens, least=0)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -99,9 +100,9 @@ class Stream(Iterator[Tensor]):
         """Tokens given out but not yet taken into the cache."""
         check_backend(backend)
         self._backend = backend
-        self._speculates = speculates(speculate, model, prompts.rows)
+        self._speculates = speculate if speculates(speculate, model, prompts.rows, backend) else None
         self._speculation: Speculation | None = None
-        self._prompt_ids = prompts.ids_bs[0].tolist() if self._speculates else []
+        self._prompt_ids = prompts.ids_bs[0].tolist() if self._speculates is not None else []
         begun = time.perf_counter()
         # "auto" makes one when the first token is taken in.
         self._decoder = make_decoder(model, backend, prompts.rows) if backend == "cpu" else None
@@ -149,10 +150,6 @@ class Stream(Iterator[Tensor]):
             uniform_a = uniform(self._seed_b[row_a], len(self._given)) if self._sampler.temperature else None
             own = [self._constraints[row] for row in row_a.tolist()] if self._constraints else []
             may_aw = constrained(self._logits_aw, own)
-            if self._speculation is not None and not self._speculation.is_exact:
-                penalty = self._sampler.repetition_penalty
-                if close(may_aw if seen_aw is None or penalty is None else penalise(may_aw, seen_aw, penalty)):
-                    may_aw = constrained(self._speculation.exact(), own)
             chosen_a = self._sampler.choose(may_aw, seen_aw, uniform_a).to(self._logits_aw.device)
             self._give_out(chosen_a)
         return self._given[-1]
@@ -177,11 +174,9 @@ class Stream(Iterator[Tensor]):
             return
         if self._decoder is None:
             self._decoder = make_decoder(self._model, self._backend, len(self._row_a))
-        if self._speculates and not isinstance(self._decoder, Speculation):
-            greedy, seconds = self._sampler.temperature == 0, self._prefill_seconds
-            self._speculation = Speculation(
-                self._model, self._decoder, self._prompt_ids, backend=self._backend, greedy=greedy, seconds=seconds
-            )
+        if self._speculates is not None and isinstance(self._decoder, Decoder):
+            seconds = self._prefill_seconds
+            self._speculation = speculation(self._speculates, self._decoder, self._prompt_ids, seconds)
             self._decoder = self._speculation
         with torch.no_grad():
             if self._prompt_cache is not None:
@@ -196,16 +191,6 @@ class Stream(Iterator[Tensor]):
             self._decoder.load(select(cache, on_a))
             self._logits_aw = self._logits_aw[on_a.to(self._logits_aw.device)]
             self._row_a, self._ends_a = self._row_a[on_a], self._ends_a[on_a]
-
-
-def speculates(asked: str, model: LanguageModel, rows: int) -> bool:
-    """Whether guesses are made: those asked for by name are, or it is a ValueError."""
-    if asked not in KINDS:
-        raise ValueError(f"speculate is {asked!r}, expected one of {', '.join(map(repr, KINDS))}")
-    reason = None if asked == "off" else why_not(model, rows)
-    if asked == "ngram" and reason is not None:
-        raise ValueError(f'speculate="ngram": {reason}; "auto" leaves it out')
-    return asked != "off" and reason is None
 
 
 def prefill(model: LanguageModel, prompts: Prompts, cache: Any, chunk: int) -> tuple[Tensor, Any]:
