@@ -85,6 +85,10 @@ class Decoding:
                 text=pointer(at.text_b),
                 before=pointer(at.before_b),
                 after=pointer(at.after_b),
+                run=pointer(at.runs),
+                runs=0 if at.runs is None else len(at.runs),
+                again=pointer(at.again),
+                stays=at.stays,
                 logits=pointer(logits_bw),
             )
         )
