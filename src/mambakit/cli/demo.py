@@ -14,17 +14,19 @@ import torch
 
 from mambakit.blocks.mamba3 import Mamba3Config
 from mambakit.checkpoints import load_model
+from mambakit.checkpoints.files import MODEL
 from mambakit.cli.compressors import Compressed, compress_all, find_zstd
 from mambakit.cli.progress import All, minutes, progress
 from mambakit.inference.generation import Stream
 from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.optional import has
 from mambakit.text.documents import Document, hold_out, standard_library
 from mambakit.text.tokens import Bytes
 from mambakit.training.batches import Rows, encode
 from mambakit.training.lock import LOCK, alone_in
 from mambakit.training.loop import HeldOut, Trainer
 from mambakit.training.processes import Ranks
-from mambakit.training.run import LOG, MODEL, go_on, read_log
+from mambakit.training.run import LOG, go_on, read_log
 from mambakit.training.settings import TrainSettings
 
 EXAMPLE = "mambakit demo --out mambakit-demo"
@@ -82,7 +84,9 @@ def show(args: argparse.Namespace, settings: TrainSettings, out: Path, ranks: Ra
         "compressors": {each.name: each._asdict() for each in compressed},
         "sample": sample,
     }
-    draw(read_log(out / LOG), compressed, out / PICTURE)
+    drawn = has("matplotlib")
+    if drawn:
+        draw(read_log(out / LOG), compressed, out / PICTURE)
     # What can differ between two runs is kept apart.
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.json:
@@ -94,7 +98,7 @@ def show(args: argparse.Namespace, settings: TrainSettings, out: Path, ranks: Ra
         f"\nThe model, {size:,} parameters, has read {read / 1e6:.1f} MB of other files; "
         "compressors start from nothing.\n"
         f"All of it took {minutes(time.perf_counter() - began)}. Model, loss curve and figures: "
-        f"{out / MODEL}, {out / PICTURE}, {out / REPORT}"
+        f"{out / MODEL}, {out / PICTURE if drawn else 'none (pip install matplotlib)'}, {out / REPORT}"
     )
 
 
@@ -157,10 +161,8 @@ def table(bits: float, compressed: Sequence[Compressed]) -> str:
 
 def draw(log: Sequence[Mapping[str, Any]], compressed: Sequence[Compressed], path: Path) -> None:
     """The loss curve with the compressors' figures as lines."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the picture needs the matplotlib package: pip install 'mambakit[cli]'") from error
+    from matplotlib.figure import Figure
+
     steps = [line for line in log if "loss" in line]
     bits = [line["loss"] / math.log(2) for line in steps]
     width = max(len(bits) // 50, 1)

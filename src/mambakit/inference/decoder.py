@@ -4,6 +4,7 @@ It is made for plain models in float32 on the CPU, their projections in float32 
 stands in a model's way; such a model is stepped module by module.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -168,13 +169,10 @@ class Decoder:
         rows = len(self._states.places)
         if not rows or tuple(ids_b.shape) != (rows,):
             raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")
+        if ids_b.dtype != torch.int64 or ids_b.device.type != "cpu":
+            raise ValueError(f"ids_b is {ids_b.dtype} on {ids_b.device}, expected int64 on the CPU")
         self._check_ids(ids_b.tolist())
-        if self._at is None:
-            return self._run(ids_b, [1] * rows, False)
-        if self._states.make_room(1 + AHEAD):
-            self._decoding.move(self._states.of_kernels())
-        self._states.left -= 1
-        return self._decoding.step(ids_b, self._at)
+        return self._decoding.step(ids_b, self._again() or self._plan([1] * rows, False))
 
     def chains(self, ids: Sequence[Sequence[int]], on: bool = False) -> Tensor:
         """Tokens of every row that follow one another, in one call: the logits after each, row after row.
@@ -190,17 +188,27 @@ class Decoder:
             )
         tokens = [token for own in ids for token in own]
         self._check_ids(tokens)
-        return self._run(torch.tensor(tokens, dtype=torch.int64), [len(own) for own in ids], on)
+        at = self._plan([len(own) for own in ids], on)
+        return self._decoding.step(torch.tensor(tokens, dtype=torch.int64), at)
 
-    def _run(self, ids_t: Tensor, lengths: list[int], on: bool) -> Tensor:
-        most = max(lengths)
+    def _again(self) -> At | None:
+        """Where one more token of every row belongs, if that is where the last one did."""
+        if self._at is not None:
+            if self._states.make_room(1 + AHEAD):
+                self._decoding.move(self._states.of_kernels())
+            self._states.left -= 1
+        return self._at
+
+    def _plan(self, lengths: list[int], on: bool) -> At:
+        """Where so many tokens of each row belong, with new chains of them or longer ones."""
+        most, tokens = max(lengths), sum(lengths)
         if on and most > self._states.left:
             raise ValueError(f"a chain goes on for at most {AHEAD} tokens")
         noted = [chain.places[chain.settled : len(chain.places) if on else chain.counted] for chain in self._chains]
         if not on:
             self._chains = [Chain(place) for place in self._states.places]
         taken = {place for places in (*noted, *(chain.places for chain in self._chains)) for place in places}
-        needed = len(taken) + len(ids_t) - (0 if on else len(lengths))
+        needed = len(taken) + tokens - (0 if on else len(lengths))
         if self._states.make_places(needed) | (not on and self._states.make_room(most + AHEAD)):
             self._decoding.move(self._states.of_kernels())
         spare = (place for place in range(needed) if place not in taken)
@@ -216,11 +224,10 @@ class Decoder:
         self._states.left -= most
         self._at = None
         at = At(torch.tensor(text_b), torch.tensor(before_b), torch.tensor(after_b), stays=not on)
-        if on or len(ids_t) > len(lengths) or any(noted):
-            at = self._in_order(at, noted, lengths)
-        else:
-            self._at = at
-        return self._decoding.step(ids_t, at)
+        if on or tokens > len(lengths) or any(noted):
+            return self._in_order(at, noted, lengths)
+        self._at = at
+        return at
 
     def _in_order(self, at: At, noted: list[list[int]], lengths: list[int]) -> At:
         """With the notes of each row's text, then its tokens."""
@@ -430,7 +437,7 @@ def why_not_tensors(model: LanguageModel) -> str | None:
     for name, shape in shapes_of(model).items():
         tensor = tensors.get(name)
         if tensor is None:
-            found: Any = stored_shape(model, name)
+            found: Any = stored_shape(model, name, shape)
         elif tensor.dtype == torch.float32 and few_rows.is_plain(tensor):
             found = tuple(tensor.shape)
         else:
@@ -440,14 +447,16 @@ def why_not_tensors(model: LanguageModel) -> str | None:
     return None
 
 
-def stored_shape(model: LanguageModel, name: str) -> tuple[int, int] | str:
-    """Of the quantized weight of that name, if it is one."""
+def stored_shape(model: LanguageModel, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | str:
+    """Of the quantized weight of that name, if it is one; matrices of a stack are one after the other there."""
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
-    if own != "weight" or not isinstance(module, PROJECTIONS):
+    module = module if own == "weight" else getattr(module, own, None)
+    if not isinstance(module, PROJECTIONS):
         return "missing"
     stored = module.stored()
-    return stored.weight.shape[0], stored.columns
+    found = stored.weight.shape[0], stored.columns
+    return shape if found == (math.prod(shape[:-1]), shape[-1]) else found
 
 
 def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:

@@ -63,7 +63,7 @@ class Decoding(Protocol):
         ...
 
     def step(self, ids_b: Tensor, at: "At") -> Tensor:
-        """Logits after tokens, the same as from one call for each in their order."""
+        """Logits after tokens, int64 on the CPU, the same as from one call for each in their order."""
         ...
 
 
