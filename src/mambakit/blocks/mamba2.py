@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types, fits
-from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
+from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_flops
 from mambakit.blocks.modules import (
     CausalConv1d,
     GatedRMSNorm,
@@ -308,6 +308,7 @@ FAMILY = register(
             },
             projections=("in_proj", "out_proj"),
             places={"conv_bvk": "window", "ssm_bhpr": "state"},
+            notes=("ssm_bhpr", lambda block: head_notes(block.config)),
         ),
     )
 )

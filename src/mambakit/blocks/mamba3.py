@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types
-from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
+from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_flops
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus, step_size
@@ -470,6 +470,7 @@ FAMILY = register(
             fields=step_fields,
             projections=("in_proj", "out_proj"),
             places={"ssm_bhpr": "state", "k_state_bmhr": "k_state", "v_state_bhp": "v_state", "rotation": "angle"},
+            notes=("ssm_bhpr", lambda block: head_notes(block.config, 2 * block.config.ranks)),
             why_not=why_not_fused,
         ),
     )
