@@ -21,6 +21,7 @@ from mambakit.cli.run_options import (
     with_defaults,
     write_options,
 )
+from mambakit.optional import has, need
 from mambakit.text.chat import read_chat
 from mambakit.text.documents import Found, read_documents, standard_library
 from mambakit.training.data import Choices, fingerprint, prepare
@@ -107,6 +108,8 @@ def start(
     options: dict[str, Any], out: Path, ranks: Ranks, given: Iterable[str] = (), noted: Sequence[str] = ()
 ) -> tuple[float, HeldOut | HeldOutAnswers]:
     """Train as the options say; what the held-out data says of the result, and this data."""
+    if options["tensorboard"]:
+        need("--tensorboard", "tensorboard")
     settings = TrainSettings(**{name: options[name] for name in TrainSettings.__dataclass_fields__})
     kinds = {"binary": options["binary"], "records": options["records"]}
     found = read_documents(options["data"], **kinds) if options["data"] else library()
@@ -126,7 +129,7 @@ def start(
     if ranks.is_first:
         write_options(out, options)
         watches = [progress(settings, data.bits_per_nat)]
-        if options["tensorboard"]:
+        if options["tensorboard"] is not False and has("tensorboard"):
             step = max(RunCheckpoints(out / CHECKPOINTS).steps(), default=0)
             watches.append(TensorBoard(out / "logs", step, data.bits_per_nat))
     with All(watches) as watch:
