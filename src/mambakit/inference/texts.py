@@ -47,11 +47,26 @@ def stream_text(
     else:
         ids = tokenizer.apply_chat_template(prompt)
         ends = {tokens.end, *chat.stop_ids}
-        stops += [tokens.encode(stop.encode()) for stop in chat.stops]
     ends = {end for end in ends if end < model.config.vocab_size}
     options.setdefault("max_new_tokens", MAX_NEW_TOKENS)
     if options.get("constraint") is not None:
         options.setdefault("tokenizer", tokens)
     run = Stream(model, ids, stop=[*stops, *sorted(ends)] or None, **options)
     new = (int(token_b[0]) for token_b in run)
-    return tokens.pieces(one for one in new if one not in ends)
+    pieces = tokens.pieces(one for one in new if one not in ends)
+    return pieces if isinstance(prompt, str) else before(pieces, chat.stops)
+
+
+def before(pieces: Iterator[str], stops: Sequence[str]) -> Iterator[str]:
+    """The text before the first of `stops` in it, piece by piece, as far as it is certain that none has begun."""
+    text, given, longest = "", 0, max(map(len, stops), default=1)
+    for piece in pieces:
+        text += piece
+        found = [text.index(stop) for stop in stops if stop in text]
+        certain = min(found) if found else len(text) - longest + 1
+        if certain > given:
+            yield text[given:certain]
+            given = certain
+        if found:
+            return
+    yield text[given:]

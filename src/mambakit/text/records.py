@@ -1,11 +1,14 @@
 """Records from JSON lines, CSV, Parquet and Arrow files: a value by field, and where each stands."""
 
 import csv
+import importlib
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from mambakit.optional import need
 
 FIELDS = ("messages", "prompt", "completion", "text")
 """What is read; others may be there."""
@@ -136,10 +139,7 @@ def _columns(path: Path) -> list[str] | None:
 
 
 def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"{path} needs the pyarrow package: pip install 'mambakit[data]'") from error
-    return pyarrow
+    arrow = need(f"reading {path}", "pyarrow")
+    for name in ("pyarrow.ipc", "pyarrow.parquet"):
+        importlib.import_module(name)
+    return arrow

@@ -27,10 +27,8 @@ def learn(texts: Iterable[str], vocab_size: int) -> Any:
 
     The same texts give the same tokens.
     """
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise ImportError("a tokenizer needs the tokenizers package: pip install 'mambakit[cli]'") from error
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     if vocab_size < SMALLEST:
         raise ValueError(f"vocab_size = {vocab_size}, but {SMALLEST} are needed for all bytes and the end of a text")
     made = Tokenizer(models.BPE())
