@@ -6,7 +6,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Cyclic:
-    """All layers in order, again and again: 0 1 2 0 1 2."""
+    """All layers in order, again and again: 0 1 2 0 1 2.
+
+    >>> mk.Cyclic(6).order(3)
+    (0, 1, 2, 0, 1, 2)
+    """
 
     n: int
 
@@ -16,7 +20,11 @@ class Cyclic:
 
 @dataclass(frozen=True, slots=True)
 class Stretched:
-    """Each layer several times before the next one: 0 0 1 1 2 2."""
+    """Each layer several times before the next one: 0 0 1 1 2 2.
+
+    >>> mk.Stretched(6).order(3)
+    (0, 0, 1, 1, 2, 2)
+    """
 
     n: int
 
@@ -26,7 +34,11 @@ class Stretched:
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """The index of the layer to use, for each virtual layer."""
+    """The index of the layer to use, for each virtual layer.
+
+    >>> mk.Custom((0, 1, 1, 2)).order(3)
+    (0, 1, 1, 2)
+    """
 
     indices: tuple[int, ...]
 
@@ -49,7 +61,11 @@ class Custom:
 
 @dataclass(frozen=True, slots=True)
 class StridedCyclic:
-    """Straight uses the even layers, reverse the odd ones, each cyclically."""
+    """Straight uses the even layers, reverse the odd ones, each cyclically.
+
+    >>> mk.StridedCyclic(8).pair_order(4)
+    (0, 1, 2, 3, 0, 1, 2, 3)
+    """
 
     n: int
 
@@ -60,7 +76,11 @@ class StridedCyclic:
 
 @dataclass(frozen=True, slots=True)
 class StridedStretched:
-    """Straight uses the even layers, reverse the odd ones, each several times before the next."""
+    """Straight uses the even layers, reverse the odd ones, each several times before the next.
+
+    >>> mk.StridedStretched(8).pair_order(4)
+    (0, 1, 0, 1, 2, 3, 2, 3)
+    """
 
     n: int
 
@@ -72,7 +92,11 @@ class StridedStretched:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricCyclic:
-    """Both directions of a pair use the same layer, cyclically."""
+    """Both directions of a pair use the same layer, cyclically.
+
+    >>> mk.SymmetricCyclic(8).pair_order(4)
+    (0, 0, 1, 1, 2, 2, 3, 3)
+    """
 
     n: int
 
@@ -83,7 +107,11 @@ class SymmetricCyclic:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricStretched:
-    """Both directions of a pair use the same layer, each several times before the next."""
+    """Both directions of a pair use the same layer, each several times before the next.
+
+    >>> mk.SymmetricStretched(8).pair_order(4)
+    (0, 0, 1, 1, 2, 2, 3, 3)
+    """
 
     n: int
 
