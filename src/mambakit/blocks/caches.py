@@ -35,10 +35,11 @@ FORMAT = "1"
 def register(kind: Kind) -> Kind:
     """Let `save` and `load` know a `NamedTuple` by its name; usable as a decorator.
 
-    >>> from typing import NamedTuple
-    >>> class MyCache(NamedTuple):
-    ...     sum_bd: torch.Tensor
-    >>> _ = mk.caches.register(MyCache)
+    Examples:
+        >>> from typing import NamedTuple
+        >>> class MyCache(NamedTuple):
+        ...     sum_bd: torch.Tensor
+        >>> _ = mk.caches.register(MyCache)
     """
     if _kinds().get(kind.__name__, kind) is not kind:
         raise ValueError(f"a kind of cache named {kind.__name__} is already known; choose another name")
@@ -49,10 +50,11 @@ def register(kind: Kind) -> Kind:
 def rows(cache: Any) -> int:
     """The number of its batch rows.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> mk.caches.rows(cache)
-    3
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.rows(cache)
+        3
     """
     found: list[Tensor] = []
     _change(cache, lambda _, tensor: found.append(tensor) or tensor)
@@ -64,11 +66,12 @@ def rows(cache: Any) -> int:
 def clone(cache: Cache) -> Cache:
     """A copy with memory of its own. Gradients flow through it; `detach` stops them.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> copy = mk.caches.clone(cache)
-    >>> copy.ssm_bhpr is cache.ssm_bhpr
-    False
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> copy = mk.caches.clone(cache)
+        >>> copy.ssm_bhpr is cache.ssm_bhpr
+        False
     """
     return _change(cache, lambda _, tensor: tensor.clone())
 
@@ -76,10 +79,11 @@ def clone(cache: Cache) -> Cache:
 def detach(cache: Cache) -> Cache:
     """The same values, cut off from what computed them.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> mk.caches.detach(cache).ssm_bhpr.requires_grad
-    False
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.detach(cache).ssm_bhpr.requires_grad
+        False
     """
     return _change(cache, lambda _, tensor: tensor.detach())
 
@@ -89,11 +93,12 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
 
     As in the models themselves, states and rotations (`ssm_*`, `rotation`) are float32 at least, whatever `dtype` says.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> narrow = mk.caches.to(cache, dtype=torch.bfloat16)
-    >>> narrow.conv_bvk.dtype, narrow.ssm_bhpr.dtype
-    (torch.bfloat16, torch.float32)
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> narrow = mk.caches.to(cache, dtype=torch.bfloat16)
+        >>> narrow.conv_bvk.dtype, narrow.ssm_bhpr.dtype
+        (torch.bfloat16, torch.float32)
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"a cache cannot become {dtype}; choose a floating-point dtype")
@@ -109,10 +114,11 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
 def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
     """The batch rows `index_b`, in that order; a row may come more than once.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> mk.caches.rows(mk.caches.select(cache, [2, 0]))
-    2
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.rows(mk.caches.select(cache, [2, 0]))
+        2
     """
     wanted = "index_b has to be a list or vector of row numbers"
     try:
@@ -143,10 +149,11 @@ def concat(caches: Sequence[Cache]) -> Cache:
 
     Where tensors grow, the shorter ones are filled up with zeros.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> mk.caches.rows(mk.caches.concat([cache, cache]))
-    6
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.rows(mk.caches.concat([cache, cache]))
+        6
     """
     if not caches:
         raise ValueError("concat needs at least one cache")
@@ -172,10 +179,11 @@ def save(cache: Any, path: str | os.PathLike[str]) -> None:
 
     The file is replaced at once or not at all: a write that fails leaves what was there. Gradients are not stored.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> mk.caches.save(cache, "session.safetensors")
-    >>> again = mk.caches.load("session.safetensors")
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.save(cache, "session.safetensors")
+        >>> again = mk.caches.load("session.safetensors")
     """
     tensors: dict[str, Tensor] = {}
     structure = _describe(cache, "cache", tensors)
@@ -188,11 +196,12 @@ def save(cache: Any, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
     """The cache that `save` wrote to `path`. A file that is anything else, or not all of it, raises ValueError.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> mk.caches.save(cache, "parked.safetensors")
-    >>> torch.equal(mk.caches.load("parked.safetensors").ssm_bhpr, cache.ssm_bhpr)
-    True
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.save(cache, "parked.safetensors")
+        >>> torch.equal(mk.caches.load("parked.safetensors").ssm_bhpr, cache.ssm_bhpr)
+        True
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -219,14 +228,15 @@ class History:
     A cache is one value: convolution window, state and rotation go back together. Nothing is copied, since a step makes
     a new cache and leaves the old one as it was. Caches that carry gradients keep their graphs; `detach` them first.
 
-    >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
-    >>> _, cache = block(torch.randn(3, 10, 64))
-    >>> history = mk.caches.History(4)
-    >>> history.push(cache)
-    >>> for _ in range(3):
-    ...     _, cache = block.step(torch.randn(3, 64), cache)
-    ...     history.push(cache)
-    >>> before = history.rollback(2)  # takes two steps back
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> history = mk.caches.History(4)
+        >>> history.push(cache)
+        >>> for _ in range(3):
+        ...     _, cache = block.step(torch.randn(3, 64), cache)
+        ...     history.push(cache)
+        >>> before = history.rollback(2)  # takes two steps back
     """
 
     def __init__(self, length: int):

@@ -39,8 +39,9 @@ def activate(projected: Tensor, gated: bool, activation: str, gate_scale: float 
 class MLPConfig(BlockConfig):
     """The sizes of an MLP, and its activation.
 
-    >>> mk.MLPConfig(64, 256, activation="gelu").gated
-    True
+    Examples:
+        >>> mk.MLPConfig(64, 256, activation="gelu").gated
+        True
     """
 
     d_model: int
@@ -62,9 +63,10 @@ class MLPConfig(BlockConfig):
 class MLP(Stateless[MLPConfig]):
     """`fc2(value * activation(gate))`, value and gate being the halves of `fc1`; ungated `fc2(activation(value))`.
 
-    >>> y_bsd, _ = mk.MLP(mk.MLPConfig(64, 256))(torch.randn(2, 10, 64))
-    >>> y_bsd.shape
-    torch.Size([2, 10, 64])
+    Examples:
+        >>> y_bsd, _ = mk.MLP(mk.MLPConfig(64, 256))(torch.randn(2, 10, 64))
+        >>> y_bsd.shape
+        torch.Size([2, 10, 64])
     """
 
     config_class = MLPConfig

@@ -22,7 +22,8 @@ ROUTERS = ("softmax", "softmax_chosen", "sigmoid")
 class MoEConfig(BlockConfig):
     """Experts, how a token's are chosen and what they weigh.
 
-    >>> config = mk.MoEConfig(64, 128, n_experts=8, top_k=2, d_shared=128)
+    Examples:
+        >>> config = mk.MoEConfig(64, 128, n_experts=8, top_k=2, d_shared=128)
     """
 
     d_model: int
@@ -106,9 +107,10 @@ class MoE(Stateless[MoEConfig]):
 
     The experts are `experts_in[e]` and `experts_out[e]`, as `fc1` and `fc2` of an MLP. Only those chosen are computed.
 
-    >>> y_bsd, _ = mk.MoE(mk.MoEConfig(64, 128, n_experts=8, top_k=2))(torch.randn(2, 10, 64))
-    >>> y_bsd.shape
-    torch.Size([2, 10, 64])
+    Examples:
+        >>> y_bsd, _ = mk.MoE(mk.MoEConfig(64, 128, n_experts=8, top_k=2))(torch.randn(2, 10, 64))
+        >>> y_bsd.shape
+        torch.Size([2, 10, 64])
     """
 
     config_class = MoEConfig

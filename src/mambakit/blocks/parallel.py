@@ -19,8 +19,9 @@ from mambakit.ops.ssd_path import SsdPath
 class ParallelConfig(BlockConfig):
     """Two blocks that read the same input.
 
-    >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
-    >>> config = mk.ParallelConfig(mamba, attention)
+    Examples:
+        >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
+        >>> config = mk.ParallelConfig(mamba, attention)
     """
 
     a: BlockConfig
@@ -53,10 +54,11 @@ class ParallelConfig(BlockConfig):
 class ParallelCache(NamedTuple):
     """What the two carry, each its own.
 
-    >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
-    >>> _, cache = mk.Parallel(mk.ParallelConfig(mamba, attention))(torch.randn(2, 10, 64))
-    >>> type(cache).__name__
-    'ParallelCache'
+    Examples:
+        >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
+        >>> _, cache = mk.Parallel(mk.ParallelConfig(mamba, attention))(torch.randn(2, 10, 64))
+        >>> type(cache).__name__
+        'ParallelCache'
     """
 
     a: Any
@@ -66,8 +68,9 @@ class ParallelCache(NamedTuple):
 class Parallel(Block[ParallelConfig, ParallelCache]):
     """Two blocks side by side: `a(x) + b(x)`.
 
-    >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
-    >>> y_bsd, cache = mk.Parallel(mk.ParallelConfig(mamba, attention))(torch.randn(2, 10, 64))
+    Examples:
+        >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
+        >>> y_bsd, cache = mk.Parallel(mk.ParallelConfig(mamba, attention))(torch.randn(2, 10, 64))
     """
 
     config_class, cache_class = ParallelConfig, ParallelCache

@@ -29,14 +29,15 @@ class Engine:
     At most `max_rows` requests are computed at a time; others wait. `add` and `cancel` may be called from any thread,
     and one thread steps. The model's weights stay as they are while an engine uses them.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
-    >>> from mambakit.inference import Engine
-    >>> engine = Engine(model)
-    >>> requests = [engine.add([72, 105], 5, seed=1), engine.add([87, 104, 121], 3, temperature=0)]
-    >>> engine.run()
-    >>> [len(request.tokens) for request in requests]
-    [5, 3]
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> requests = [engine.add([72, 105], 5, seed=1), engine.add([87, 104, 121], 3, temperature=0)]
+        >>> engine.run()
+        >>> [len(request.tokens) for request in requests]
+        [5, 3]
     """
 
     def __init__(

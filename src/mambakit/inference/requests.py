@@ -19,16 +19,17 @@ class Tokenizer(Protocol):
 class State(NamedTuple):
     """Where a model stands after some tokens.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
-    >>> from mambakit.inference import Engine
-    >>> engine = Engine(model)
-    >>> request = engine.add([72, 105], max_new_tokens=5, keep_state=True)
-    >>> engine.run()
-    >>> more = engine.add([*request.state.ids, 33], max_new_tokens=5, state=request.state)
-    >>> engine.run()
-    >>> more.reused_tokens
-    7
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5, keep_state=True)
+        >>> engine.run()
+        >>> more = engine.add([*request.state.ids, 33], max_new_tokens=5, state=request.state)
+        >>> engine.run()
+        >>> more.reused_tokens
+        7
     """
 
     ids: tuple[int, ...]
@@ -40,14 +41,15 @@ class State(NamedTuple):
 class LogProbs(NamedTuple):
     """A token's log-probability, and those of the most likely ones.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
-    >>> from mambakit.inference import Engine
-    >>> engine = Engine(model)
-    >>> request = engine.add([72, 105], max_new_tokens=5, logprobs=3)
-    >>> engine.run()
-    >>> request.logprobs[0].logprob < 0, len(request.logprobs[0].likeliest)
-    (True, 3)
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5, logprobs=3)
+        >>> engine.run()
+        >>> request.logprobs[0].logprob < 0, len(request.logprobs[0].likeliest)
+        (True, 3)
     """
 
     logprob: float
@@ -59,15 +61,16 @@ class LogProbs(NamedTuple):
 class Request:
     """One prompt and what follows it. Its fields may be read from any thread at any time.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
-    >>> from mambakit.inference import Engine
-    >>> engine = Engine(model)
-    >>> request = engine.add([72, 105], max_new_tokens=5)
-    >>> while engine.step():
-    ...     pass
-    >>> request.done, request.finish_reason, request.reused_tokens
-    (True, 'length', 0)
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5)
+        >>> while engine.step():
+        ...     pass
+        >>> request.done, request.finish_reason, request.reused_tokens
+        (True, 'length', 0)
     """
 
     def __init__(

@@ -30,8 +30,9 @@ MERGES = ("mean", "cat_linear")
 class BidirectionalConfig(StackConfig):
     """`virtual` is a schedule for pairs; None uses layers 0 and 1 for the first pair, 2 and 3 for the next.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> config = mk.BidirectionalConfig(block=block, n_layer=4, merge="cat_linear")
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> config = mk.BidirectionalConfig(block=block, n_layer=4, merge="cat_linear")
     """
 
     merge: str = "mean"
@@ -74,9 +75,10 @@ class CatLinear(nn.Module):
 class BidirectionalStack(nn.Module):
     """Layers that see the whole sequence. There is no `step`: the reverse direction starts at the end.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> stack = mk.BidirectionalStack(mk.BidirectionalConfig(block=block, n_layer=4))
-    >>> y_bsd, _ = stack(torch.randn(2, 10, 64))
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> stack = mk.BidirectionalStack(mk.BidirectionalConfig(block=block, n_layer=4))
+        >>> y_bsd, _ = stack(torch.randn(2, 10, 64))
     """
 
     def __init__(

@@ -20,10 +20,11 @@ from mambakit.ops.ssd_path import SsdPath
 class ModelConfig(StackConfig):
     """The layers of a language model, and what is around them.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> short = mk.ModelConfig(block=block, n_layer=2, vocab_size=256)
-    >>> mlp, attention = mk.MLPConfig(64, 128), mk.AttentionConfig(64, n_heads=4)
-    >>> hybrid = mk.ModelConfig(layers=((block, mlp), (attention, mlp)), vocab_size=256)
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> short = mk.ModelConfig(block=block, n_layer=2, vocab_size=256)
+        >>> mlp, attention = mk.MLPConfig(64, 128), mk.AttentionConfig(64, n_heads=4)
+        >>> hybrid = mk.ModelConfig(layers=((block, mlp), (attention, mlp)), vocab_size=256)
     """
 
     vocab_size: int
@@ -56,13 +57,14 @@ class Backbone(Stack):
 class LanguageModel(nn.Module):
     """Token ids to logits: `logits_bsw, cache = model(ids_bs, cache)`.
 
-    >>> block = mk.Mamba3Config(d_model=64, per_head_dim=16)
-    >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
-    >>> ids_bs = torch.randint(256, (2, 100))
-    >>> logits_bsw, cache = model(ids_bs)
-    >>> logits_bw, cache = model.step(ids_bs[:, 0], cache)
-    >>> logits_bsw.shape, logits_bw.shape
-    (torch.Size([2, 100, 256]), torch.Size([2, 256]))
+    Examples:
+        >>> block = mk.Mamba3Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> ids_bs = torch.randint(256, (2, 100))
+        >>> logits_bsw, cache = model(ids_bs)
+        >>> logits_bw, cache = model.step(ids_bs[:, 0], cache)
+        >>> logits_bsw.shape, logits_bw.shape
+        (torch.Size([2, 100, 256]), torch.Size([2, 256]))
     """
 
     def __init__(self, config: ModelConfig, *, device: Any = None, dtype: Any = None):

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class MultiGateConfig(Config):
     """Several residual streams with gates, in place of one sum.
 
-    >>> gates = mk.MultiGateConfig(n_streams=4)
-    >>> config = mk.StackConfig(block=mk.Mamba2Config(d_model=64, per_head_dim=16), n_layer=6, multi_gate=gates)
+    Examples:
+        >>> gates = mk.MultiGateConfig(n_streams=4)
+        >>> config = mk.StackConfig(block=mk.Mamba2Config(d_model=64, per_head_dim=16), n_layer=6, multi_gate=gates)
     """
 
     n_streams: int
@@ -38,8 +39,9 @@ class MultiGateConfig(Config):
 def depth_aware_bias(n_mixing: int, n_streams: int) -> float:
     """`init_bias` for `n_mixing` layers that find all streams in place: the deeper, the less each one changes them.
 
-    >>> round(mk.depth_aware_bias(n_mixing=21, n_streams=4), 2)
-    -2.84
+    Examples:
+        >>> round(mk.depth_aware_bias(n_mixing=21, n_streams=4), 2)
+        -2.84
     """
     openness = math.sqrt(n_mixing / 21) * (math.exp(3) + 1) - n_streams
     if openness <= 0:
@@ -52,10 +54,11 @@ def depth_aware_bias(n_mixing: int, n_streams: int) -> float:
 class MultiGate(nn.Module):
     """A layer's output into up to `n_streams` streams, and one mixture of them out, for every token on its own.
 
-    >>> gate = mk.MultiGate(mk.MultiGateConfig(n_streams=4), width=64)
-    >>> streams_bskd, x_bsd = gate(torch.randn(2, 10, 1, 64), torch.randn(2, 10, 64))
-    >>> streams_bskd.shape, x_bsd.shape
-    (torch.Size([2, 10, 2, 64]), torch.Size([2, 10, 64]))
+    Examples:
+        >>> gate = mk.MultiGate(mk.MultiGateConfig(n_streams=4), width=64)
+        >>> streams_bskd, x_bsd = gate(torch.randn(2, 10, 1, 64), torch.randn(2, 10, 64))
+        >>> streams_bskd.shape, x_bsd.shape
+        (torch.Size([2, 10, 2, 64]), torch.Size([2, 10, 64]))
     """
 
     def __init__(

@@ -207,9 +207,10 @@ def quantize(model: Model, bits: int = 8, group_size: int | None = None) -> Mode
     and the embedding stays. `group_size` is for 4 bits, 32 if not given. To load a saved `state_dict`, quantize a new
     model of the same config in the same way and load into that.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
-    >>> small = mk.quantize(model, bits=4, group_size=32)
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> small = mk.quantize(model, bits=4, group_size=32)
     """
     if bits not in (16, 8, 4):
         raise ValueError(f"bits is {bits!r}, expected 16, 8 or 4")

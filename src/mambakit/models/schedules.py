@@ -8,8 +8,9 @@ from typing import Any
 class Cyclic:
     """All layers in order, again and again: 0 1 2 0 1 2.
 
-    >>> mk.Cyclic(6).order(3)
-    (0, 1, 2, 0, 1, 2)
+    Examples:
+        >>> mk.Cyclic(6).order(3)
+        (0, 1, 2, 0, 1, 2)
     """
 
     n: int
@@ -22,8 +23,9 @@ class Cyclic:
 class Stretched:
     """Each layer several times before the next one: 0 0 1 1 2 2.
 
-    >>> mk.Stretched(6).order(3)
-    (0, 0, 1, 1, 2, 2)
+    Examples:
+        >>> mk.Stretched(6).order(3)
+        (0, 0, 1, 1, 2, 2)
     """
 
     n: int
@@ -36,8 +38,9 @@ class Stretched:
 class Custom:
     """The index of the layer to use, for each virtual layer.
 
-    >>> mk.Custom((0, 1, 1, 2)).order(3)
-    (0, 1, 1, 2)
+    Examples:
+        >>> mk.Custom((0, 1, 1, 2)).order(3)
+        (0, 1, 1, 2)
     """
 
     indices: tuple[int, ...]
@@ -63,8 +66,9 @@ class Custom:
 class StridedCyclic:
     """Straight uses the even layers, reverse the odd ones, each cyclically.
 
-    >>> mk.StridedCyclic(8).pair_order(4)
-    (0, 1, 2, 3, 0, 1, 2, 3)
+    Examples:
+        >>> mk.StridedCyclic(8).pair_order(4)
+        (0, 1, 2, 3, 0, 1, 2, 3)
     """
 
     n: int
@@ -78,8 +82,9 @@ class StridedCyclic:
 class StridedStretched:
     """Straight uses the even layers, reverse the odd ones, each several times before the next.
 
-    >>> mk.StridedStretched(8).pair_order(4)
-    (0, 1, 0, 1, 2, 3, 2, 3)
+    Examples:
+        >>> mk.StridedStretched(8).pair_order(4)
+        (0, 1, 0, 1, 2, 3, 2, 3)
     """
 
     n: int
@@ -94,8 +99,9 @@ class StridedStretched:
 class SymmetricCyclic:
     """Both directions of a pair use the same layer, cyclically.
 
-    >>> mk.SymmetricCyclic(8).pair_order(4)
-    (0, 0, 1, 1, 2, 2, 3, 3)
+    Examples:
+        >>> mk.SymmetricCyclic(8).pair_order(4)
+        (0, 0, 1, 1, 2, 2, 3, 3)
     """
 
     n: int
@@ -109,8 +115,9 @@ class SymmetricCyclic:
 class SymmetricStretched:
     """Both directions of a pair use the same layer, each several times before the next.
 
-    >>> mk.SymmetricStretched(8).pair_order(4)
-    (0, 0, 1, 1, 2, 2, 3, 3)
+    Examples:
+        >>> mk.SymmetricStretched(8).pair_order(4)
+        (0, 0, 1, 1, 2, 2, 3, 3)
     """
 
     n: int

@@ -37,8 +37,9 @@ StackCache = tuple[Any, ...]
 class StackConfig(Config):
     """Layers around one residual stream, and options of it.
 
-    >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
-    >>> config = mk.StackConfig(block=block, n_layer=3, virtual=mk.Cyclic(6))
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> config = mk.StackConfig(block=block, n_layer=3, virtual=mk.Cyclic(6))
     """
 
     layers: tuple[tuple[BlockConfig, ...], ...] | None = None
@@ -159,9 +160,10 @@ class Stack(nn.Module):
     the last `grad_horizon` virtual layers are differentiated; around the others gradients pass to the input unchanged.
     With `checkpoint_layers` the backward pass computes each layer again instead of keeping its activations.
 
-    >>> stack = mk.Stack(mk.StackConfig(block=mk.Mamba1Config(d_model=64), n_layer=2))
-    >>> y_bsd, cache = stack(torch.randn(2, 10, 64))
-    >>> y_bd, cache = stack.step(torch.randn(2, 64), cache)
+    Examples:
+        >>> stack = mk.Stack(mk.StackConfig(block=mk.Mamba1Config(d_model=64), n_layer=2))
+        >>> y_bsd, cache = stack(torch.randn(2, 10, 64))
+        >>> y_bd, cache = stack.step(torch.randn(2, 64), cache)
     """
 
     def __init__(

@@ -60,9 +60,10 @@ def causal_conv(
     the first token, and the returned one is zero before the segment of the last token. `lengths_b` says how many of a
     row's tokens count for the returned window.
 
-    >>> y_bsv, window_bvk = mk.causal_conv(torch.randn(2, 100, 32), torch.randn(32, 4), silu=True)
-    >>> y_bsv.shape, window_bvk.shape
-    (torch.Size([2, 100, 32]), torch.Size([2, 32, 4]))
+    Examples:
+        >>> y_bsv, window_bvk = mk.causal_conv(torch.randn(2, 100, 32), torch.randn(32, 4), silu=True)
+        >>> y_bsv.shape, window_bvk.shape
+        (torch.Size([2, 100, 32]), torch.Size([2, 32, 4]))
     """
     tensors = (x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
     size = check_sizes(*tensors)
