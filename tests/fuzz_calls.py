@@ -195,9 +195,13 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def of_kind(kind: str, tensor: Tensor) -> Tensor:
-    """Of plain tensors only: torch makes some kinds of others, but never ends."""
+    """Of plain tensors only: torch makes some kinds of others, but never ends.
+
+    Nor of zero tensors: by itself torch crashes in the first operator on a subclass that holds one.
+    """
     is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
     is_plain = is_plain and not torch._is_functional_tensor(tensor) and not tensor.is_inference()
+    is_plain = is_plain and not tensor._is_zerotensor()
     return KINDS[kind](tensor) if is_plain else tensor
 
 

@@ -106,3 +106,63 @@ def test_mamba2(name):
         gate, value = block.in_proj(x)[PARTS < 0].split((8, 8, 8, 16, 2), -1)[:2]
         absent = absent - (torch.nn.functional.silu(gate) * value) @ block.out_proj.weight[:, :8].T
     torch.testing.assert_close(absent, torch.zeros_like(absent))
+
+
+ENDS = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+"""Sequences of three, no and two tokens, then padding."""
+
+
+@pytest.mark.parametrize("tail", [None, [7, 7], [7, 8], [-1, -1], [8, -1]])
+@pytest.mark.parametrize("name", ["mamba2.Mamba2", "mamba3.Mamba3"])
+def test_blocks_with_padding_after_the_last_sequence(name, tail):
+    """Sequences and states are those of the tokens before it; what `seq_idx` calls a sequence there has outputs."""
+    Params = official("mamba_ssm.utils.generation", "InferenceParams")
+    block = official(*f"mamba_ssm.modules.{name}".rsplit(".", 1))(16, d_state=8, headdim=8, layer_idx=0)
+    x = torch.randn(1, 7, 16)
+    seq_idx = None if tail is None else torch.tensor([[0, 0, 0, 2, 2, *tail]], dtype=torch.int32)
+    got, want = Params(9, 3), Params(9, 3)
+    out = block(x, seq_idx=seq_idx, cu_seqlens=ENDS, inference_params=got)
+    torch.testing.assert_close(out[:, :5], block(x[:, :5], cu_seqlens=ENDS, inference_params=want))
+    for one, two in zip(got.key_value_memory_dict[0], want.key_value_memory_dict[0], strict=True):
+        torch.testing.assert_close(one, two)
+    rest = torch.zeros(1, 2, 16) if seq_idx is None else block(x[:, 5:], seq_idx=seq_idx[:, 5:])
+    torch.testing.assert_close(out[:, 5:], rest)
+
+
+@pytest.mark.parametrize("tail", [None, [7, 8]])
+def test_chunk_scan_with_padding_after_the_last_sequence(tail):
+    scan = official("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    given = [torch.randn(1, 7, H, P), torch.rand(1, 7, H), -torch.rand(H), *torch.randn(2, 1, 7, 1, R)]
+    cut = [t if t.dim() == 1 else t[:, :5] for t in given]
+    seq_idx = None if tail is None else torch.tensor([[0, 0, 0, 2, 2, *tail]], dtype=torch.int32)
+    options = {"cu_seqlens": ENDS, "return_varlen_states": True}
+    out, states = scan(*given, 4, seq_idx=seq_idx, **options)
+    want, want_states = scan(*cut, 4, **options)
+    torch.testing.assert_close(out[:, :5], want)
+    torch.testing.assert_close(states, want_states)
+    if seq_idx is None:
+        assert not out[:, 5:].any()
+    else:
+        torch.testing.assert_close(out, scan(*given, 4, seq_idx=seq_idx))
+        final = scan(*given, 4, seq_idx=seq_idx, cu_seqlens=ENDS, return_final_states=True)[1]
+        torch.testing.assert_close(final, scan(*given, 4, seq_idx=seq_idx, return_final_states=True)[1])
+
+
+def test_functions_with_padding_after_the_last_sequence():
+    states = official("causal_conv1d.causal_conv1d_varlen", "causal_conv1d_varlen_states")
+    x = torch.randn(7, V)
+    assert torch.equal(states(x, ENDS, 2), states(x[:5], ENDS, 2))
+    angle_dt = official("mamba_ssm.ops.triton.mamba3.angle_dt", "angle_dt_fwd")
+    angle, dt = torch.randn(1, 7, H, R), torch.rand(1, H, 7)
+    out, last = angle_dt(angle, dt, return_output_state=True, cu_seqlens=ENDS)
+    want, want_last = angle_dt(angle[:, :5], dt[..., :5], return_output_state=True, cu_seqlens=ENDS)
+    torch.testing.assert_close(out[:, :5], want)
+    torch.testing.assert_close(last, want_last)
+    assert not out[:, 5:].any()
+
+
+@pytest.mark.parametrize("bounds", [[0, 9], [1, 5], [0, 6, 5], [0.0, 5.0], [5]])
+def test_bounds_that_are_none(bounds):
+    block = official("mamba_ssm.modules.mamba2", "Mamba2")(16, d_state=8, headdim=8)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        block(torch.randn(1, 7, 16), cu_seqlens=torch.tensor(bounds))

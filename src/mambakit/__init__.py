@@ -1,108 +1,27 @@
 """mambakit: Mamba-1, Mamba-2 and Mamba-3 state-space models for PyTorch, on any device."""
 
-import mambakit.kernels.cpu
-import mambakit.kernels.triton  # noqa: F401 - both register what they have behind the operations
-from mambakit.blocks import caches
-from mambakit.blocks.attention import Attention, AttentionCache, AttentionConfig
-from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
-from mambakit.blocks.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
-from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
-from mambakit.blocks.mlp import MLP, MLPConfig
-from mambakit.blocks.moe import MoE, MoEConfig
-from mambakit.blocks.parallel import Parallel, ParallelCache, ParallelConfig
-from mambakit.checkpoints import load_model, save_model
-from mambakit.compat.hf import accelerate
-from mambakit.inference.generation import generate, stream
-from mambakit.inference.prefix_cache import PrefixCache
-from mambakit.models.bidirectional import BidirectionalConfig, BidirectionalStack
-from mambakit.models.language_model import LanguageModel, ModelConfig
-from mambakit.models.latent_model import LatentConfig, LatentModel
-from mambakit.models.layer import Layer
-from mambakit.models.multi_gate import MultiGate, MultiGateConfig, depth_aware_bias
-from mambakit.models.quantization import quantize
-from mambakit.models.schedules import (
-    Custom,
-    Cyclic,
-    Stretched,
-    StridedCyclic,
-    StridedStretched,
-    SymmetricCyclic,
-    SymmetricStretched,
-)
-from mambakit.models.stack import Stack, StackConfig
-from mambakit.ops.backends import use_backend
-from mambakit.ops.causal_conv import causal_conv
-from mambakit.ops.operation import explain
-from mambakit.ops.selective_scan import selective_scan
-from mambakit.ops.ssd import ssd
-from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput
-from mambakit.ops.ssd_path import SsdPath
-from mambakit.ops.trapezoid import trapezoid
-from mambakit.training.segments import run_in_segments
-
-Mamba2SsdPath = SsdPath
-Mamba3SsdPath = SsdPath
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "MLP",
-    "Attention",
-    "AttentionCache",
-    "AttentionConfig",
-    "BidirectionalConfig",
-    "BidirectionalStack",
-    "Custom",
-    "Cyclic",
-    "LanguageModel",
-    "LatentConfig",
-    "LatentModel",
-    "Layer",
-    "MLPConfig",
-    "Mamba1",
-    "Mamba1Cache",
-    "Mamba1Config",
-    "Mamba2",
-    "Mamba2Cache",
-    "Mamba2Config",
-    "Mamba2SsdInput",
-    "Mamba2SsdPath",
-    "Mamba3",
-    "Mamba3Cache",
-    "Mamba3Config",
-    "Mamba3DoubleSsdInput",
-    "Mamba3SingleSsdInput",
-    "Mamba3SsdPath",
-    "MoE",
-    "MoEConfig",
-    "ModelConfig",
-    "MultiGate",
-    "MultiGateConfig",
-    "Parallel",
-    "ParallelCache",
-    "ParallelConfig",
-    "PrefixCache",
-    "SsdPath",
-    "Stack",
-    "StackConfig",
-    "Stretched",
-    "StridedCyclic",
-    "StridedStretched",
-    "SymmetricCyclic",
-    "SymmetricStretched",
-    "accelerate",
-    "caches",
-    "causal_conv",
-    "depth_aware_bias",
-    "explain",
-    "generate",
-    "load_model",
-    "quantize",
-    "run_in_segments",
-    "save_model",
-    "selective_scan",
-    "ssd",
-    "stream",
-    "trapezoid",
-    "use_backend",
-]
+if TYPE_CHECKING:
+    from mambakit.public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """The public names and the parts, all imported when the first one is asked for.
+
+    `mambakit --help` and whoever imports this package without using it do not wait for torch.
+    """
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = import_module("mambakit.public")
+    globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("mambakit.public").__all__})

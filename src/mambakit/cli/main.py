@@ -4,23 +4,37 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
-VERBS = {
-    "train": "train a language model on files or folders",
-    "generate": "stream text from a checkpoint",
-    "chat": "talk with a model in the terminal",
-    "serve": "answer OpenAI's clients and a web page",
-    "demo": "train a small Mamba-3 in minutes and compare it with compressors",
-    "experiment": "reproduce results: state tracking, recall, digits",
-    "bench": "time and memory beside this machine's limits",
-    "doctor": "what is installed, what is used, and whether its numbers are right",
-    "convert": "change the format of a checkpoint",
-}
+from mambakit import __version__
+
+
+class Entry(NamedTuple):
+    """A verb of the command line."""
+
+    name: str
+    help: str
+    """One line, for `mambakit --help` and `mambakit VERB --help`."""
+
+    module: str
+    """Where it is done: a module as `Verb` says, imported when the verb is called."""
+
+
+VERBS = (
+    Entry("train", "train a language model on files or folders", "mambakit.cli.train"),
+    Entry("generate", "stream text from a checkpoint", "mambakit.cli.generate"),
+    Entry("chat", "talk with a model in the terminal", "mambakit.cli.chat"),
+    Entry("serve", "answer OpenAI's clients and a web page", "mambakit.cli.serve"),
+    Entry("demo", "train a small Mamba-3 in minutes and compare it with compressors", "mambakit.cli.demo"),
+    Entry("experiment", "reproduce results: state tracking, recall, digits", "mambakit.cli.experiment"),
+    Entry("bench", "time and memory beside this machine's limits", "mambakit.cli.bench"),
+    Entry("doctor", "what is installed, what is used, and whether its numbers are right", "mambakit.cli.doctor"),
+    Entry("convert", "change the format of a checkpoint", "mambakit.cli.convert"),
+)
 
 
 class Verb(Protocol):
-    """What a verb's module holds: `mambakit/cli/VERB.py`."""
+    """What a verb's module holds."""
 
     EXAMPLE: str
     """A command that works, for the end of `--help`."""
@@ -32,30 +46,41 @@ class Verb(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mambakit", description="Mamba-1, Mamba-2 and Mamba-3 on any device.")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     argv = list(sys.argv[1:] if argv is None else argv)
-    chosen: Verb | None = None
-    for name, help in VERBS.items():
-        verb = verbs.add_parser(
-            name, help=help, description=help, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
-        # Only the verb asked for is imported: `mambakit --help` needs no torch.
-        if argv[:1] == [name]:
-            chosen = cast(Verb, importlib.import_module(f"mambakit.cli.{name}"))
-            verb.epilog = f"example:\n  {chosen.EXAMPLE}"
-            chosen.add_arguments(verb)
-    args = parser.parse_args(argv)
-    assert chosen is not None, "argparse lets only known verbs pass"
+    entry = next((entry for entry in VERBS if argv[:1] == [entry.name]), None)
     try:
-        chosen.run(args)
+        # Only the verb asked for is imported: `mambakit --help` needs no torch.
+        verb = None if entry is None else cast(Verb, importlib.import_module(entry.module))
+        args = parse(argv, entry, verb)
+        assert verb is not None, "argparse lets only known verbs pass"
+        verb.run(args)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError) as error:
-        print(f"mambakit {args.verb}: {one_line(str(error))}", file=sys.stderr)
+        name = "mambakit" if entry is None else f"mambakit {entry.name}"
+        print(f"{name}: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
+
+
+def parse(argv: Sequence[str], entry: Entry | None, verb: Verb | None) -> argparse.Namespace:
+    """The arguments of the verb asked for, or the end of the program: help, the version, or what is wrong."""
+    parser = argparse.ArgumentParser(prog="mambakit", description="Mamba-1, Mamba-2 and Mamba-3 on any device.")
+    parser.add_argument("--version", action="version", version=f"mambakit {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for each in VERBS:
+        options = verbs.add_parser(
+            each.name,
+            help=each.help,
+            description=each.help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if each is entry and verb is not None:
+            options.epilog = f"example:\n  {verb.EXAMPLE}"
+            verb.add_arguments(options)
+    return parser.parse_args(argv)
 
 
 def one_line(text: str) -> str:

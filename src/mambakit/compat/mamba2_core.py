@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mambakit.compat.packing import from_rows, packed, to_rows
+from mambakit.compat.packing import from_rows, packed, segments_of, to_rows
 from mambakit.ops.ssd import ssd
 
 
@@ -26,10 +26,20 @@ def scan(
 def scan_packed(
     sequence: tuple[Tensor, ...], state_1hpr: Tensor | None, cu_seqlens: Tensor, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every packed sequence in a row of its own, beyond whose end a step size of zero changes nothing."""
+    """Every packed sequence in a row of its own, beyond whose end a step size of zero changes nothing.
+
+    Tokens after the last one are sequences without states, if `seq_idx` says which; else their outputs are zero.
+    """
+    length = sequence[0].shape[1]
     layout = packed(sequence[0], cu_seqlens, seq_idx)
     if state_1hpr is not None:
         first_r = torch.arange(len(layout.lengths_r), device=state_1hpr.device) == 0
         state_1hpr = state_1hpr * first_r[:, None, None, None]
     y_rlhp, state_rhpr = scan(*(to_rows(layout, t) for t in sequence), state_1hpr)  # type: ignore[misc]
-    return from_rows(layout, y_rlhp, sequence[0].shape[1]), state_rhpr[-1:], state_rhpr
+    y_1shp, last_1hpr = from_rows(layout, y_rlhp, length), state_rhpr[-1:]
+    end = len(layout.back_n)
+    if seq_idx is not None and end < length:
+        segments_bs = segments_of(seq_idx[:, end:], 1, length - end)
+        rest_1shp, last_1hpr = scan(*(t[:, end:] for t in sequence), None, segments_bs)  # type: ignore[misc]
+        y_1shp = torch.cat((y_1shp[:, :end], rest_1shp), dim=1)
+    return y_1shp, last_1hpr, state_rhpr

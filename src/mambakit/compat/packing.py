@@ -25,15 +25,26 @@ def hide_padding(y_bsX: Tensor, seq_idx: Tensor | None) -> Tensor:
     return y_bsX if seq_idx is None else y_bsX.masked_fill((seq_idx < 0)[..., None], 0)
 
 
+def end_of(cu_seqlens: Tensor, length: int) -> int:
+    """Where the last packed sequence ends: before `length` if padding follows it."""
+    readable = cu_seqlens.dim() == 1 and len(cu_seqlens) > 1 and not cu_seqlens.is_floating_point()
+    end = int(cu_seqlens[-1]) if readable else length
+    return end if 0 <= end < length else length
+
+
 def packed(x_bsX: Tensor, cu_seqlens: Tensor, seq_idx: Tensor | None = None) -> Layout:
-    """Where the sequences of a batch of one lie in rows of their own. `seq_idx`, if given, has to say the same."""
-    rows = check_packing(cu_seqlens, x_bsX)
+    """Where the sequences of a batch of one lie in rows of their own; tokens after the last one lie in none.
+
+    `seq_idx`, if given, has to say the same of all tokens before.
+    """
     b, s = x_bsX.shape[:2]
     segments_bs = segments_of(seq_idx, b, s)
+    s = end_of(cu_seqlens, s)
+    rows = check_packing(cu_seqlens, x_bsX[:, :s])
     if segments_bs is not None and s > 1:
         starts_s = torch.zeros(s + 1, dtype=torch.bool, device=x_bsX.device)
         starts_s[cu_seqlens.to(x_bsX.device).long()] = True
-        if not torch.equal(segments_bs[0].diff() > 0, starts_s[1:-1]):
+        if not torch.equal(segments_bs[0, :s].diff() > 0, starts_s[1:-1]):
             raise ValueError("seq_idx and cu_seqlens disagree about where sequences start")
     return lay_out(None, cu_seqlens, b, s, rows, x_bsX.device)
 
@@ -44,8 +55,11 @@ def to_rows(layout: Layout, x_bsX: Tensor) -> Tensor:
 
 
 def from_rows(layout: Layout, y_rlX: Tensor, length: int) -> Tensor:
-    """Back to a batch of one."""
-    return layout.scatter(y_rlX.flatten(2), 1, length).unflatten(2, y_rlX.shape[2:])
+    """Back to a batch of one, zero after the last sequence."""
+    end = len(layout.back_n)
+    y_1sX = layout.scatter(y_rlX.flatten(2), 1, end)
+    y_1sX = y_1sX if end == length else F.pad(y_1sX, (0, 0, 0, length - end))
+    return y_1sX.unflatten(2, y_rlX.shape[2:])
 
 
 def last_in_rows(layout: Layout, x_rlX: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Stateful:
         """A prompt from fresh states, which go into `inference_params`; after it, one token from the states there.
 
         `seq_idx` (b, s) or `cu_seqlens` restart at every packed sequence; the latter, in a batch of one, keeps states
-        of each.
+        of each. Tokens after the last one are padding: they leave no states, and without `seq_idx` their output is zero.
         """
         rows = len(x_bsd) if cu_seqlens is None else len(cu_seqlens) - 1
         states = None if inference_params is None else self._get_states_from_cache(inference_params, rows)
@@ -64,6 +64,9 @@ class Stateful:
             ids_rl = None if seq_idx is None else to_rows(layout, seq_idx[..., None])[..., 0]
             out, cache = self.continue_from(to_rows(layout, x_bsd), fresh, None, layout.lengths_r, ids_rl)
             out = from_rows(layout, out, x_bsd.shape[1])
+            end = len(layout.back_n)
+            if seq_idx is not None and end < x_bsd.shape[1]:
+                out = torch.cat((out[:, :end], self.run_or_step(x_bsd[:, end:], seq_idx[:, end:])), dim=1)
         else:
             segments_bs = segments_of(seq_idx, *x_bsd.shape[:2])
             out, cache = self.continue_from(x_bsd, fresh, segments_bs, None, seq_idx)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mambakit import __version__
 from mambakit.blocks.block import Block
 from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.family import FAMILIES, presets
@@ -56,7 +57,7 @@ class Check(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "mambakit": importlib.metadata.version("mambakit")}
+    found = {"python": platform.python_version(), "mambakit": __version__}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -107,12 +107,15 @@ def library() -> Library:
     return found
 
 
-# A compiler asks once, instead of tracing how a library is loaded.
-@torch.compiler.assume_constant_result
 def why_missing() -> str | None:
     """None where the kernels are there, otherwise the reason in one line."""
     found = _load()
     return str(found) if isinstance(found, KernelsMissingError) else None
+
+
+# A compiler asks once, instead of tracing how a library is loaded. This is all that
+# `torch.compiler.assume_constant_result` does, which would import the whole compiler here.
+why_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

@@ -1,0 +1,70 @@
+"""What an import brings along, and what the command line says before any work."""
+
+import subprocess
+import sys
+
+import pytest
+
+import mambakit
+from mambakit.cli.main import VERBS, main
+
+COMPILERS = ("torch._dynamo", "torch._inductor", "sympy", "torch.fx.experimental.symbolic_shapes")
+OPTIONAL = ("rich", "tokenizers", "jinja2", "transformers", "matplotlib", "huggingface_hub", "torch.utils.tensorboard")
+
+
+def modules_after(code: str) -> set[str]:
+    """What a fresh interpreter has imported after `code`."""
+    shown = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint('\\n' + ' '.join(sys.modules))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(shown.stdout.splitlines()[-1].split())
+
+
+def test_the_package_alone_does_not_wait_for_torch():
+    found = modules_after("import mambakit\nmambakit.__version__")
+    assert "mambakit" in found
+    assert "torch" not in found
+
+
+def test_names_come_with_torch_alone():
+    """Not with its compilers, whose import takes longer than torch's own."""
+    found = modules_after("import mambakit as mk\nmk.Mamba3")
+    assert "torch" in found
+    assert not found.intersection((*COMPILERS, *OPTIONAL))
+
+
+def test_an_operation_imported_by_its_file_has_its_kernels():
+    code = "from mambakit.ops.ssd import SSD\nassert 'cpu' in SSD.kernels\nfrom mambakit.ops.backends import BACKENDS"
+    assert "mambakit.kernels.cpu.ssd" in modules_after(f"{code}\nassert list(BACKENDS) == ['cpu', 'triton']")
+
+
+def test_all_names_are_there():
+    assert set(mambakit.__all__) <= set(dir(mambakit))
+    assert all(getattr(mambakit, name) is not None for name in mambakit.__all__)
+    assert mambakit.ops.ssd.ssd is mambakit.ssd
+    with pytest.raises(AttributeError, match="no attribute 'Mamba4'"):
+        mambakit.Mamba4  # noqa: B018
+
+
+HELP = "from mambakit.cli.main import main\ntry:\n    main([{!r}])\nexcept SystemExit as end:\n    assert not end.code"
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_do_without_torch(option):
+    assert "torch" not in modules_after(HELP.format(option))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"mambakit {mambakit.__version__}\n"
+
+
+def test_help_names_every_verb(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"    {verb.name}" in shown for verb in VERBS)
