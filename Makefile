@@ -16,7 +16,7 @@ SEED ?= 0
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test quick check lint format bench kernels headers sanitize sanitize-threads fuzz mutations torture clean
+.PHONY: demo test quick check lint format bench site kernels headers sanitize sanitize-threads fuzz mutations torture clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -98,6 +98,10 @@ KILLS ?= 1000
 torture: .venv/.ok kernels
 	rm -rf build/torture
 	PYTHONPATH=tests $(PY) tests/torture.py build/torture $(KILLS) $(SEED)
+
+# The documentation as a site, in build/site. A link that leads nowhere is an error.
+site: .venv/.ok-dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict
 
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd
