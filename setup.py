@@ -1,17 +1,24 @@
 """The fused CPU kernels: a plain C library without Python or torch in it, so a C++ compiler is all it takes to build.
 
-Optional: where it cannot be built, mambakit installs and runs on torch alone, and says so (`mambakit doctor`).
+Optional: where it cannot be built, mambakit installs and runs on torch alone; the installation and `mambakit doctor` say so.
 """
 
+import contextlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("src/mambakit/kernels/cpu/csrc")
-FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Werror=vla"]
+FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-g0", "-Wall", "-Werror=vla"]
+MISSING = (
+    "mambakit: the fused CPU kernels were NOT built; everything runs in torch's operators, several times slower. "
+    "Install a C++ compiler (GCC or Clang), then reinstall with --no-cache-dir. `mambakit doctor` says what is used."
+)
 
 
 class Build(build_ext):
@@ -27,9 +34,26 @@ class Build(build_ext):
 
         self.compiler.compile = compile_all
         super().build_extensions()
+        if not all(Path(self.get_ext_fullpath(ext.name)).is_file() for ext in self.extensions):
+            tell(MISSING)
 
     def get_export_symbols(self, ext):
         return ext.export_symbols
+
+
+class Wheel(bdist_wheel):
+    """The library knows nothing of Python: one wheel per platform, for every Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def tell(line: str) -> None:
+    """On standard error, and on the terminal itself, since pip keeps what is written to the former from view."""
+    print(line, file=sys.stderr)
+    if not sys.stderr.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            print(f"\n{line}", file=terminal)
 
 
 kernels = Extension(
@@ -45,6 +69,5 @@ kernels = Extension(
 # A compiler of another dialect (MSVC) cannot read the vector types: pure Python there.
 setup(
     ext_modules=[] if sys.platform == "win32" else [kernels],
-    cmdclass={"build_ext": Build},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
 )

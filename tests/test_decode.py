@@ -34,7 +34,7 @@ from mambakit import (
 )
 from mambakit.blocks import caches
 from mambakit.blocks.mlp import ACTIVATIONS
-from mambakit.inference import decoder
+from mambakit.inference import decoder_states
 from mambakit.inference.decoder import Decoder, StepByStep, make_decoder, why_not
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.models.schedules import Cyclic
@@ -178,7 +178,7 @@ def test_every_model_of_layers(name, options):
 @pytest.mark.parametrize("name", ["attention-rope", "attention-window", "parallel"])
 def test_rows_of_other_lengths(name, monkeypatch):
     """Some grow out of the room they had, and none of them at the same time."""
-    monkeypatch.setattr(decoder, "ROOM", 3)
+    monkeypatch.setattr(decoder_states, "ROOM", 3)
     check_steps(make_model(BLOCKS[name]), rows=4, steps=140, lengths=(61, 1, 40, 2))
 
 

@@ -210,7 +210,7 @@ class TestRecords:
         assert isinstance(family.step, FusedStep)
         _, struct = PARTS[family.name]
         fields = {**family.step.fields(block), **family.step.prepared(block)}
-        carried = [*family.step.places.values(), *(["slots"] if family.step.slots else [])]
+        carried = [*family.step.places.values(), *(["first", "slots"] if family.step.slots else [])]
         assert sorted(fields_of(struct())) == sorted([*fields, *family.step.projections, *carried])
         assert all(value is None or isinstance(value, Tensor | int | float | str) for value in fields.values())
         assert family.step.places.keys() >= block.cache_shapes(1).keys()

@@ -68,3 +68,49 @@ def test_help_names_every_verb(capsys):
         main(["--help"])
     shown = capsys.readouterr().out
     assert all(f"    {verb.name}" in shown for verb in VERBS)
+
+
+EXTRAS = ["matplotlib", "tensorboard", "sklearn", "zstandard", "starlette", "uvicorn", "prometheus_client", "gguf"]
+EXTRAS += ["onnx", "onnxscript", "llguidance", "transformers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["serve", "model"],
+            "serving needs starlette and uvicorn and prometheus-client: pip install starlette uvicorn",
+        ),
+        (["bench", "--out", "here"], "a report (--out) needs matplotlib: pip install matplotlib"),
+        (
+            ["experiment", "digits"],
+            "an experiment needs matplotlib and scikit-learn: pip install matplotlib scikit-learn",
+        ),
+        (["train", "--out", "run", "--tensorboard"], "--tensorboard needs tensorboard: pip install tensorboard"),
+        (["generate", "tiny.gguf"], "reading tiny.gguf needs gguf: pip install gguf"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_missing_extra_is_one_line_before_any_work(arguments, line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    for name in EXTRAS:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"mambakit {arguments[0]}: {line}")
+    assert shown.count("\n") == 1
+
+
+def test_verbs_are_imported_and_trained_without_extras(tmp_path):
+    """In a process of its own, where nothing has imported them before."""
+    (tmp_path / "text").write_text("to be or not to be " * 200)
+    tiny = ["--steps=2", "--d-model=16", "--head-dim=8", "--layers=1", "--batch=2", "--seq-len=16", "--held-out=0.2"]
+    code = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS!r}, None))\n"
+    code += "import importlib\nfrom mambakit.cli.main import VERBS, main\n"
+    code += "for verb in VERBS:\n    importlib.import_module(verb.module)\n"
+    run = [str(tmp_path / "text"), "--out", str(tmp_path / "run"), *tiny]
+    code += f"sys.exit(main({['train', *run]!r}) or main({['generate', str(tmp_path / 'run'), '--prompt', 'to']!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / "logs").exists()

@@ -282,7 +282,7 @@ def test_no_such_file(tmp_path):
 def test_without_the_package(tmp_path, monkeypatch):
     written(tmp_path / "model.gguf", make("mamba1"))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"needs the package gguf: pip install mambakit\[gguf\]"):
+    with pytest.raises(ValueError, match=r"model\.gguf needs gguf: pip install gguf"):
         load_model(tmp_path / "model.gguf")
 
 

@@ -48,13 +48,13 @@ def below(part: str) -> set[str]:
     if part == KERNELS:
         return {KERNELS, "ops"}
     level = next(i for i, parts in enumerate(LEVELS) if part in parts)
-    return {part, "__version__"}.union(*LEVELS[:level])
+    return {part, "__version__", "optional"}.union(*LEVELS[:level])
 
 
 def test_every_folder_has_its_place():
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == {KERNELS}.union(*LEVELS)
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "public.py"}
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "optional.py", "public.py"}
 
 
 @pytest.mark.parametrize("part", sorted({KERNELS}.union(*LEVELS)))

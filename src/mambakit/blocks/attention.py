@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive
-from mambakit.blocks.family import Family, FusedStep, register
+from mambakit.blocks.family import Family, FusedStep, Slots, register
 from mambakit.blocks.modules import Linear
 from mambakit.ops.attention import ABSENT, attend, attend_one, filled, places
 from mambakit.ops.backends import may_overwrite
@@ -288,6 +288,32 @@ def with_token(kept_btgp: Tensor, slot_b: Tensor, new_bgp: Tensor) -> Tensor:
     return kept_btgp.index_put_(place, new_bgp) if may_overwrite() else kept_btgp.index_put(place, new_bgp)
 
 
+def in_order(block: Attention, cache: AttentionCache, tokens: int) -> tuple[AttentionCache, Tensor]:
+    """The tokens in sight in the order of their positions, with room for more; and the position of each row's first."""
+    window, kept_b = block.config.window, filled(cache.position_b, block.config.window)
+    first_b, at_t = cache.position_b - kept_b, torch.arange(max(kept_b.tolist(), default=0) + tokens)
+    position_bt = first_b[:, None] + at_t
+    slot_bt = position_bt if window is None else position_bt % window
+    return with_tokens(cache, slot_bt, at_t < kept_b[:, None]), first_b
+
+
+def in_slots(block: Attention, cache: AttentionCache, first_b: Tensor) -> AttentionCache:
+    """A cache as calls return it, of one in which tokens are in order."""
+    place_bt = places(cache.position_b, block.slots(cache.position_b), block.config.window)
+    return with_tokens(cache, (cache.position_b - first_b)[:, None] + place_bt, place_bt != ABSENT)
+
+
+def with_tokens(cache: AttentionCache, slot_bt: Tensor, present_bt: Tensor) -> AttentionCache:
+    """The tokens of other slots in each, or none."""
+    row_n, at_n = present_bt.nonzero(as_tuple=True)
+    changed = {}
+    for name in cache.grows:
+        kept = getattr(cache, name)
+        moved = kept.new_zeros(*slot_bt.shape, *kept.shape[2:])
+        changed[name] = moved.index_put_((row_n, at_n), kept[row_n, slot_bt[row_n, at_n]])
+    return cache._replace(**changed)
+
+
 def pair_flops(config: AttentionConfig, tokens: int) -> float:
     """Of the two products over all pairs of a query and a key that it sees."""
     near = tokens if config.window is None else min(tokens, config.window)
@@ -326,7 +352,7 @@ FAMILY = register(
             prepared=lambda block: {"rates": rates_of(block.config)},
             projections=("in_proj", "out_proj"),
             places={"k_btgp": "k", "v_btgp": "v", "position_b": "position"},
-            slots=lambda block, cache, tokens: block.slots(cache.position_b + tokens),
+            slots=Slots(in_order, in_slots),
         ),
     )
 )

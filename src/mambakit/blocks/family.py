@@ -5,11 +5,20 @@ Every list of families is `FAMILIES`. A new family is a file with a config, a ca
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from mambakit.blocks.block import Block
+
+
+class Slots(NamedTuple):
+    """Kernels have a row's tokens in their order, with room for more behind the last."""
+
+    in_order: Callable[[Any, Any, int], tuple[Any, Tensor]]
+    """Of a block, a cache and a number of tokens to come: that cache with room, the position of each first."""
+    in_slots: Callable[[Any, Any, Tensor], Any]
+    """Back, of a block, a cache with tokens in order and the position of each first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +33,8 @@ class FusedStep:
     """Its matrices, by the names of modules, or of parameters that stack several; some blocks may lack one."""
     places: Mapping[str, str] = field(default_factory=dict)
     """What the kernels call each tensor of a cache."""
-    slots: Callable[[Any, Any, int], int] | None = None
-    """Of a block, a cache and a number of tokens to come: how long the axes in the cache's `grows` are after them."""
+    slots: "Slots | None" = None
+    """Of a block that keeps tokens, in what its cache's `grows` names: how the kernels have them."""
     inside: Callable[[Any], tuple[Any, ...]] = lambda block: (block,)
     """The blocks that it is the sum of, which all read its input: itself first, with others that carry nothing, or
     others alone, whose caches make up its own."""

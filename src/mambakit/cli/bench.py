@@ -16,11 +16,13 @@ from mambakit.cli.run_options import with_defaults
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.backends import backend_names
 from mambakit.ops.ssd_path import ALGORITHMS, SsdPath
+from mambakit.optional import need
 from mambakit.tools.benchmark import KINDS, Subject, make_model, measure
 from mambakit.tools.checks import kernels
 from mambakit.tools.measure import environment, table
 
 EXAMPLE = "mambakit bench --family mamba2 --d-model 256 --tokens 512 --out bench"
+REPORT = "a report (--out)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> None:
     for name in ("batch", "tokens", "vocabulary", "repeats", *([] if is_pattern else ["layers"])):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}, expected at least 1")
+    if args.out is not None:
+        need(REPORT, "matplotlib")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     rows, limits = measure(make_subject(args), args.kinds, args.repeats)
@@ -153,13 +157,9 @@ for a step, the weights read once.
 
 def draw(result: dict[str, Any]) -> bytes:
     """Bars of time over its floor and of peak memory, one group per kind."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a report needs matplotlib: pip install 'mambakit[cli]'") from error
     rows = result["rows"]
     names = [f"{r['kind']}\n{r['algorithm']} {r['chunk_len'] or ''}\n{r['backend']}" for r in rows]
-    figure = Figure(figsize=(max(6, 1.3 * len(rows)), 7), layout="constrained")
+    figure = need(REPORT, "matplotlib.figure").Figure(figsize=(max(6, 1.3 * len(rows)), 7), layout="constrained")
     figure.suptitle(title(result))
     above, below = figure.subplots(2, 1)
     colors = ["#1f77b4" if r["ran"] == "cpu" else "#aaaaaa" for r in rows]

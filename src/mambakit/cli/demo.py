@@ -19,6 +19,7 @@ from mambakit.cli.compressors import Compressed, compress_all, find_zstd
 from mambakit.cli.progress import All, minutes, progress
 from mambakit.inference.generation import Stream
 from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.optional import has
 from mambakit.text.documents import Document, hold_out, standard_library
 from mambakit.text.tokens import Bytes
 from mambakit.training.batches import Rows, encode
@@ -85,7 +86,9 @@ def show(args: argparse.Namespace, settings: TrainSettings, out: Path, ranks: Ra
         "compressors": {each.name: each._asdict() for each in compressed},
         "sample": sample,
     }
-    draw(read_log(out / LOG), compressed, out / PICTURE)
+    drawn = has("matplotlib")
+    if drawn:
+        draw(read_log(out / LOG), compressed, out / PICTURE)
     # What can differ between two runs is kept apart.
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.json:
@@ -93,12 +96,13 @@ def show(args: argparse.Namespace, settings: TrainSettings, out: Path, ranks: Ra
         return
     set_beside_a_transformer(out)
     print(table(bits, as_one, compressed))
+    pictures = f"{out / PICTURE}, {out / WHY}" if drawn else "none (pip install matplotlib)"
     read = settings.steps * settings.tokens_per_step
     print(
         f"\nThe model, {size:,} parameters, has read {read / 1e6:.1f} MB of other files; "
         "compressors start from nothing.\n"
         f"All of it took {minutes(time.perf_counter() - began)}. Loss curve, picture and figures: "
-        f"{out / PICTURE}, {out / WHY}, {out / REPORT}\n\n"
+        f"{pictures}, {out / REPORT}\n\n"
         "What to type next:\n"
         f'  mambakit generate {out / MODEL} --prompt "def "     let it write\n'
         f"  mambakit serve {out / MODEL}                     a page to chat with it, and OpenAI's interface\n"
@@ -114,7 +118,8 @@ def set_beside_a_transformer(out: Path) -> None:
     points = why_mamba.measure([mamba, transformer])
     print(f"one more token, beside a Transformer of {counts[1]:,} parameters, with what both remember:\n")
     print(why_mamba.table(*points) + "\n")
-    why_mamba.draw(*points, out / WHY)
+    if has("matplotlib"):
+        why_mamba.draw(*points, out / WHY)
 
 
 def make_empty(out: Path) -> None:
@@ -178,10 +183,8 @@ def table(bits: float, as_one: float, compressed: Sequence[Compressed]) -> str:
 
 def draw(log: Sequence[Mapping[str, Any]], compressed: Sequence[Compressed], path: Path) -> None:
     """The loss curve with the compressors' figures as lines."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the picture needs the matplotlib package: pip install 'mambakit[cli]'") from error
+    from matplotlib.figure import Figure
+
     steps = [line for line in log if "loss" in line]
     bits = [line["loss"] / math.log(2) for line in steps]
     width = max(len(bits) // 50, 1)

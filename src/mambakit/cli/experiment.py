@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich import progress as rich
+from rich.console import Console
+
+from mambakit.optional import need
 from mambakit.tools.experiments import report, state_tracking
 from mambakit.tools.experiments.fitting import Progress, Recipe
 from mambakit.tools.experiments.tasks import TASKS, Task
@@ -43,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    report.need_all()
+    need("an experiment", "matplotlib", *(["sklearn"] if args.experiment == "digits" else []))
     stream = sys.stderr if args.json else sys.stdout
     # A file or a pipe has no width; the table has one.
-    console = report.need("rich.console").Console(file=stream, width=None if stream.isatty() else 100)
+    console = Console(file=stream, width=None if stream.isatty() else 100)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.experiment == "digits":
         run_digits(args, console)
@@ -103,6 +107,5 @@ def run_digits(args: argparse.Namespace, console: Any) -> None:
 
 def bars() -> Any:
     """Progress on standard error, whether or not it is a terminal's."""
-    rich, shown = report.need("rich.progress"), report.need("rich.console").Console(stderr=True)
     columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
-    return rich.Progress(*columns, "{task.fields[note]}", console=shown)
+    return rich.Progress(*columns, "{task.fields[note]}", console=Console(stderr=True))

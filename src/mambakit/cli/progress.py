@@ -104,10 +104,8 @@ class TensorBoard:
     """Curves for `tensorboard --logdir`. Going on from a step, what came after it is hidden."""
 
     def __init__(self, folder: Path, step: int, bits_per_nat: float):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("--tensorboard needs the tensorboard package: pip install 'mambakit[cli]'") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer, self._bits = SummaryWriter(str(folder), purge_step=step + 1), bits_per_nat
 
     def step(self, step: Step) -> None:
@@ -155,13 +153,8 @@ class All:
 
 
 def progress(settings: TrainSettings, bits_per_nat: float) -> Lines | Bar:
-    """A bar where there is a terminal and the rich package, else lines."""
-    if sys.stderr.isatty():
-        try:
-            return Bar(settings, bits_per_nat)
-        except ImportError:
-            pass
-    return Lines(settings, bits_per_nat)
+    """A bar in a terminal, else lines."""
+    return (Bar if sys.stderr.isatty() else Lines)(settings, bits_per_nat)
 
 
 def balanced(step: Step) -> str:

@@ -59,7 +59,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "evaluate_bytes": {"default": 200_000, "type": int, "help": "held-out text of each but the last"},
     "save_every": {"default": 250, "type": int, "help": "steps between checkpoints"},
     "skip_bad_steps": {"default": 0, "type": int, "help": "pass over so many steps with a loss or gradients like NaN"},
-    "tensorboard": {"default": True, "action": argparse.BooleanOptionalAction, "help": "log to DIR/logs"},
+    "tensorboard": {
+        "default": None,
+        "action": argparse.BooleanOptionalAction,
+        "help": "log to DIR/logs; default: where tensorboard is installed",
+    },
 }
 CHANGEABLE = FREE | {"tensorboard"}
 """Options that need not stay the same when a run is resumed."""

@@ -11,6 +11,7 @@ from mambakit.inference.prefix_cache import PrefixCache
 from mambakit.inference.sessions import Sessions
 from mambakit.models.language_model import LanguageModel
 from mambakit.models.quantization import quantize
+from mambakit.optional import need
 from mambakit.text.chat import Chat, read_chat
 from mambakit.text.tokens import Tokens, read_tokens
 
@@ -73,14 +74,13 @@ def run(args: argparse.Namespace) -> None:
     keys = args.api_key or [key for key in [os.environ.get(KEY)] if key]
     if not all(key.strip() for key in keys):
         raise ValueError("--api-key is empty; leave it out to take requests without one")
-    try:
-        from mambakit.serving.metrics import Metrics
-        from mambakit.serving.server import serve
-        from mambakit.serving.service import Limits, Service
-        from mambakit.serving.store import Store, StoreOnDisk
-        from mambakit.serving.worker import Worker
-    except ImportError as error:
-        raise ImportError(f"serving needs more packages: pip install 'mambakit[serve]' ({error})") from error
+    need("serving", "starlette", "uvicorn", "prometheus_client")
+    from mambakit.serving.metrics import Metrics
+    from mambakit.serving.server import serve
+    from mambakit.serving.service import Limits, Service
+    from mambakit.serving.store import Store, StoreOnDisk
+    from mambakit.serving.worker import Worker
+
     model, tokens, chat, engine = load(args)
     store = Store()
     if args.sessions is not None:

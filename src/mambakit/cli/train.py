@@ -24,6 +24,7 @@ from mambakit.cli.run_options import (
     write_options,
 )
 from mambakit.models.language_model import LanguageModel
+from mambakit.optional import has, need
 from mambakit.text.documents import Document, hold_out, read_documents, standard_library
 from mambakit.text.tokens import Bytes, TokenizerFile
 from mambakit.training.batches import Rows, encode
@@ -98,6 +99,8 @@ def resumed(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> tuple[d
 
 def start(options: dict[str, Any], out: Path, ranks: Ranks, noted: Sequence[str] = ()) -> tuple[float, int]:
     """Train as the options say; bits per byte of the held-out text, and its size."""
+    if options["tensorboard"]:
+        need("--tensorboard", "tensorboard")
     documents, notes = read_documents(options["data"], binary=options["binary"]) if options["data"] else library()
     tokens = TokenizerFile(Path(options["tokenizer"])) if options["tokenizer"] else Bytes()
     check_same_text(options, documents)
@@ -114,7 +117,7 @@ def start(options: dict[str, Any], out: Path, ranks: Ranks, noted: Sequence[str]
     if ranks.is_first:
         write_options(out, options)
         watches = [progress(settings, bits_per_nat)]
-        if options["tensorboard"]:
+        if options["tensorboard"] is not False and has("tensorboard"):
             step = max(RunCheckpoints(out / CHECKPOINTS).steps(), default=0)
             watches.append(TensorBoard(out / "logs", step, bits_per_nat))
     with All(watches) as watch:

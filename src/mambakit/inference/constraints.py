@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from mambakit.optional import need
 from mambakit.text.tokens import Bytes, TokenizerFile
 
 COMPILERS = {"regex": "grammar_from_regex", "grammar": "grammar_from_lark"}
@@ -127,8 +128,4 @@ def file_table(llguidance: Any, tokenizer: TokenizerFile) -> Any:
 
 
 def import_llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ImportError("constraints need the llguidance package: pip install 'mambakit[guidance]'") from error
-    return llguidance
+    return need("a constraint", "llguidance")

@@ -10,31 +10,31 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from mambakit.blocks import caches
 from mambakit.blocks.block import Block
-from mambakit.blocks.family import FAMILIES, FusedStep, family_of
+from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm
 from mambakit.blocks.stateless import NoCache
+from mambakit.inference.decoder_states import States, copied, step_of, take_out
 from mambakit.models.language_model import Backbone, LanguageModel
 from mambakit.models.layer import Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
 from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import decode, few_rows
 from mambakit.ops.backends import overwriting, use_backend
-from mambakit.ops.decode import DECODE, Decoding
+from mambakit.ops.decode import DECODE, At, Decoding
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
 MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
 MODULES += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
 CALLED = ("forward", "step", "embed", "logits", "run", "scaled", "apart", "together", "route", "mix")
+AHEAD = few_rows.MAX_ROWS
+"""Tokens by which a chain may go on."""
 SHAPES: "WeakKeyDictionary[LanguageModel, tuple[Any, dict[str, tuple[int, ...]]]]" = WeakKeyDictionary()
-ROOM = 256
-"""Tokens for which there is room, at least, when a cache that grows is copied."""
 
 
 class StepByStep:
@@ -114,60 +114,122 @@ class Decoder:
         self._layers: list[Any] = [backbone.layers[real] for real in backbone.order]
         self._spots = [spot for layer in self._layers for spot in spots_of(layer)]
         self._like = torch.empty(0, dtype=torch.float32)
-        self._rows = self._left = 0
-        self._caches: list[Any] = []
+        self._states = States([spot.block for spot in self._spots])
+        self._chains: list[list[int]] = []
+        """Of every row, the places of the states after each token of its last chain."""
+        self._at: At | None = None
+        """Of one more token of every row, while rows stay where they are."""
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
-        self._rows, self._caches = self._apart(cache)
-        self._make_room(ROOM)
+        self._states.load(self._apart(cache)[1])
+        self._end_chains()
         with torch.no_grad():
-            self._decoding.load(self._states())
+            self._decoding.load(self._states.of_kernels())
 
     def join(self, cache: Sequence[Any]) -> None:
         """One more row, the last, from a `cache` of one row, which is copied."""
-        if not self._caches:
+        if not self._chains:
             self.load(cache)
             return
         rows, news = self._apart(cache)
         if rows != 1:
             raise ValueError(f"one row joins at a time, got a cache of {rows}")
-        pairs = zip(self._caches, news, strict=True)
-        self._caches = [with_row(own, new, self._rows) for own, new in pairs]
-        self._rows += 1
-        self._make_room(self._left or ROOM)
-        self._decoding.move(self._states())
+        self._states.join(news, self._taken())
+        self._chains.append(self._states.places[-1:])
+        self._moved()
 
     def leave(self, row: int) -> None:
         """The last row takes the place of this one."""
-        self._rows -= 1
-        for tensor in (t for one in self._caches for t in one if isinstance(t, Tensor)):
-            if row != self._rows:
-                tensor[row].copy_(tensor[self._rows])
-            if not tensor.is_floating_point():
-                # Counts by which caches grow.
-                tensor[self._rows] = 0
+        self._states.leave(row)
+        take_out(self._chains, row)
+        self._at = None
 
     def row(self, row: int) -> tuple[Any, ...]:
         """A copy of the state of one row."""
-        return self._together([select_row(one, row, row + 1) for one in self._caches])
+        return self._together(self._states.rows([row]))
 
     def step(self, ids_b: Tensor) -> Tensor:
         """One more token of every row."""
-        if not self._caches or tuple(ids_b.shape) != (self._rows,):
-            raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {self._rows} rows was loaded")
-        if any(not 0 <= token < self._vocabulary for token in ids_b.tolist()):
-            raise ValueError(f"ids_b has ids outside 0 to {self._vocabulary - 1}")
-        if self._left == 0:
-            # Twice as much every time, so that all the copying takes as long as the last.
-            self._make_room(max(ROOM, *(most_slots(one) for one in self._caches)))
-            self._decoding.move(self._states())
-        self._left -= 1
-        return self._decoding.step(ids_b)
+        rows = len(self._states.places)
+        if not rows or tuple(ids_b.shape) != (rows,):
+            raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")
+        self._check_ids(ids_b.tolist())
+        if self._states.make_room(1 + AHEAD):
+            self._moved()
+        if self._at is None:
+            self._end_chains()
+            places = torch.tensor(self._states.places)
+            self._at = At(torch.tensor(self._states.texts), places, places)
+        self._states.left -= 1
+        return self._decoding.step(ids_b, self._at)
+
+    def chains(self, ids: Sequence[Sequence[int]], on: bool = False) -> Tensor:
+        """Tokens of every row that follow one another, in one call: the logits after each, row after row.
+
+        They are, to the last digit, those of a step per token. Afterwards a row stands after the first of its tokens;
+        the others are guesses, and `accept` says how many of them count. With `on`, all are guesses that follow the
+        last `chains` or `step`, and `accept` counts from that one's first.
+        """
+        rows = len(self._states.places)
+        if not rows or len(ids) != rows or (not on and not all(ids)):
+            raise ValueError(
+                f"ids has tokens of {len(ids)} rows, but a cache of {rows} rows was loaded; each needs one"
+            )
+        tokens = [token for own in ids for token in own]
+        self._check_ids(tokens)
+        most = max(map(len, ids))
+        self._at = None
+        if not on:
+            self._end_chains()
+        needed = len(self._taken()) + len(tokens) - (0 if on else rows)
+        if on and most > self._states.left:
+            raise ValueError(f"a chain goes on for at most {AHEAD} tokens")
+        if self._states.make_places(needed) | (not on and self._states.make_room(most + AHEAD)):
+            self._moved()
+        taken = self._taken()
+        spare = (place for place in range(needed) if place not in taken)
+        text_b, before_b, after_b = [], [], []
+        for row, own in enumerate(ids):
+            chain = self._chains[row]
+            for number in range(len(own)):
+                text_b.append(self._states.texts[row])
+                before_b.append(chain[-1])
+                if number or on:
+                    chain.append(next(spare))
+                after_b.append(chain[-1])
+        # Those that will not count are counted too: room is made early, not late.
+        self._states.left -= most
+        at = At(torch.tensor(text_b), torch.tensor(before_b), torch.tensor(after_b))
+        return self._decoding.step(torch.tensor(tokens), at)
+
+    def accept(self, row: int, tokens: int) -> None:
+        """A row stands after so many tokens of its last chain; until the next one, it may be told otherwise."""
+        chain = self._chains[row]
+        if not 1 <= tokens <= len(chain):
+            raise ValueError(f"{tokens} tokens count, expected 1 to the {len(chain)} of the row's last chain")
+        self._states.places[row] = chain[tokens - 1]
+        self._at = None
 
     def cache(self) -> tuple[Any, ...]:
         """A copy of the states, as the model's own `step` would return them."""
-        return self._together([select_row(one, 0, self._rows) for one in self._caches])
+        return self._together(self._states.rows(range(len(self._states.places))))
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if any(not 0 <= token < self._vocabulary for token in ids):
+            raise ValueError(f"ids_b has ids outside 0 to {self._vocabulary - 1}")
+
+    def _end_chains(self) -> None:
+        self._chains = [[place] for place in self._states.places]
+        self._at = None
+
+    def _taken(self) -> set[int]:
+        """Places that are in use."""
+        return {place for chain in (*self._chains, self._states.places) for place in chain}
+
+    def _moved(self) -> None:
+        self._at = None
+        self._decoding.move(self._states.of_kernels())
 
     def _apart(self, cache: Sequence[Any]) -> tuple[int, list[Any]]:
         """The number of rows of a model's cache, and copies of its parts, spot by spot."""
@@ -184,23 +246,12 @@ class Decoder:
             for name in spot.block.cache_shapes(rows):
                 if getattr(one, name).dtype != torch.float32:
                     raise ValueError(f"cache.{name} is {getattr(one, name).dtype}, expected float32")
-        return rows, [copied(one) for one in found]
+        return rows, found
 
     def _together(self, parts: list[Any]) -> tuple[Any, ...]:
-        """A model's cache of copies of its parts."""
-        pairs = zip(self._spots, parts, strict=True)
-        own = iter([copied(with_slots(spot.block, one, 0)) for spot, one in pairs])
+        """A model's cache of its parts, which are copies."""
+        own = iter(parts)
         return tuple(layer.together([folded(block, own) for _, block in layer.parts]) for layer in self._layers)
-
-    def _make_room(self, tokens: int) -> None:
-        """For so many more tokens, at least, in the caches that grow."""
-        pairs = zip(self._spots, self._caches, strict=True)
-        self._caches = [with_slots(spot.block, one, tokens, shrink=False) for spot, one in pairs]
-        self._left = tokens
-
-    def _states(self) -> list[dict[str, Tensor | int]]:
-        pairs = zip(self._spots, self._caches, strict=True)
-        return [states_of(step_of(spot.block), one) for spot, one in pairs]
 
 
 class Spot(NamedTuple):
@@ -249,61 +300,6 @@ def folded(block: Block, caches: Iterator[Any]) -> Any:
     return block.cache_class(*(folded(one, caches) for one in inside))
 
 
-def with_slots(block: Block, cache: Any, tokens: int, shrink: bool = True) -> Any:
-    """`cache` as long as it is after so many more tokens, what is new being zero; the same where it does not grow."""
-    slots = step_of(block).slots
-    if slots is None:
-        return cache
-    length, changed = slots(block, cache, tokens), {}
-    if length <= most_slots(cache) and not shrink:
-        return cache
-    for name, axis in cache.grows.items():
-        tensor = getattr(cache, name)
-        changed[name] = F.pad(tensor, padding(tensor.dim(), axis, length - tensor.shape[axis]))
-    return cache._replace(**changed)
-
-
-def with_row(cache: Any, new: Any, row: int) -> Any:
-    """`cache` with the only row of `new` in place `row`; with twice as much memory where there is none left for it."""
-    grows, changed = getattr(cache, "grows", {}), []
-    for name, tensor, added in zip(cache._fields, cache, new, strict=True):
-        if not isinstance(tensor, Tensor):
-            changed.append(tensor)
-            continue
-        missing = [0] * tensor.dim()
-        if row == len(tensor):
-            missing[0] = row
-        if name in grows:
-            axis = grows[name]
-            missing[axis] = max(0, added.shape[axis] - tensor.shape[axis])
-            added = F.pad(added, padding(added.dim(), axis, tensor.shape[axis] + missing[axis] - added.shape[axis]))
-        if any(missing):
-            tensor = F.pad(tensor, [side for count in reversed(missing) for side in (0, count)])
-        tensor[row].copy_(added[0])
-        changed.append(tensor)
-    return type(cache)(*changed)
-
-
-def select_row(cache: Any, start: int, stop: int) -> Any:
-    """Rows of a block's cache, without copying."""
-    return type(cache)(*(t[start:stop] if isinstance(t, Tensor) else t for t in cache))
-
-
-def padding(axes: int, axis: int, count: int) -> list[int]:
-    """So many zeros at the end of one axis, for `F.pad`."""
-    return [0, 0] * (axes - 1 - axis) + [0, count]
-
-
-def states_of(step: FusedStep, cache: Any) -> dict[str, Tensor | int]:
-    """A cache in the words of the kernels."""
-    states = {place: getattr(cache, name) for name, place in step.places.items()}
-    return states if step.slots is None else {**states, "slots": most_slots(cache)}
-
-
-def most_slots(cache: Any) -> int:
-    return max((getattr(cache, name).shape[axis] for name, axis in getattr(cache, "grows", {}).items()), default=0)
-
-
 def packed(model: LanguageModel) -> decode.Model:
     """What `DECODE` reads of a model that `why_not` has nothing against."""
     backbone = model.backbone
@@ -328,7 +324,7 @@ def packed_part(spot: Spot) -> decode.Part:
         fields=step.fields(block),
         prepared=lambda: step.prepared(kept),
         projections={name: stored(getattr(block, name, None)) for name in step.projections},
-        carried=[*step.places.values(), *(["slots"] if step.slots is not None else [])],
+        carried=[*step.places.values(), *(["first", "slots"] if step.slots is not None else [])],
         norm=packed_norm(spot.norm)._replace(scale=spot.in_scale),
         scale=spot.scale,
         beside=spot.beside,
@@ -345,22 +341,6 @@ def stored(matrix: Any) -> few_rows.Weights | None:
 def packed_norm(norm: Any) -> decode.Norm:
     centred = isinstance(norm, nn.LayerNorm)
     return decode.Norm(norm.weight, norm.bias if centred else None, centred, norm.eps)
-
-
-def step_of(block: Block) -> FusedStep:
-    step = family_of(block).step
-    assert step is not None, "the kernel knows families that have one"
-    return step
-
-
-def copied(cache: Any) -> Any:
-    """In contiguous memory of its own, cut off from what computed it."""
-    if isinstance(cache, Tensor):
-        return torch.clone(cache, memory_format=torch.contiguous_format).detach()
-    if not isinstance(cache, tuple):
-        return cache
-    parts = [copied(part) for part in cache]
-    return type(cache)(*parts) if hasattr(cache, "_fields") else tuple(parts)
 
 
 def why_not(model: nn.Module) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.backends import use_backend
 from mambakit.ops.decompositions import DECOMPOSITIONS
+from mambakit.optional import need
 
 Program = torch.export.ExportedProgram
 
@@ -108,11 +109,8 @@ def save_onnx(model: LanguageModel, folder: str | os.PathLike[str], *, tokens: i
 
     The state comes out as `next_` plus its name. Needs the packages of `mambakit[export]`.
     """
-    try:
-        import onnx  # noqa: F401 - without it, torch fails far from here
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError("writing ONNX needs onnx and onnxscript: pip install 'mambakit[export]'") from error
+    # Without them torch fails far from here.
+    need("writing ONNX", "onnx", "onnxscript")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = state_names(model)

@@ -1,4 +1,4 @@
-"""One token of every row through a whole language model: embedding, blocks, norm and head as one operation.
+"""A few tokens through a whole language model: embedding, blocks, norm and head as one operation.
 
 Blocks are parts in a row, in the order in which a token passes them. Kernels only: where none takes a model, it is
 stepped module by module.
@@ -62,9 +62,20 @@ class Decoding(Protocol):
         """The states lie here from now on."""
         ...
 
-    def step(self, ids_b: Tensor) -> Tensor:
-        """Logits after one more token of every row."""
+    def step(self, ids_b: Tensor, at: "At") -> Tensor:
+        """Logits after tokens, the same as from one call for each in their order."""
         ...
+
+
+class At(NamedTuple):
+    """Where the tokens of a call belong; all are int64."""
+
+    text_b: Tensor
+    """Whose it is, for parts that keep tokens."""
+    before_b: Tensor
+    """The states that it reads, of each part's."""
+    after_b: Tensor
+    """The states that it writes. A token may read what one before it has written."""
 
 
 DECODE = Operation("decode")

@@ -125,10 +125,8 @@ class Template:
     def __init__(self, source: str, named: Mapping[str, str]):
         if len(source) > LONGEST_TEMPLATE:
             raise ValueError(f"the chat template has {len(source):,} characters; at most {LONGEST_TEMPLATE:,} are read")
-        try:
-            import jinja2
-        except ImportError as error:
-            raise ImportError("a chat template needs the jinja2 package: pip install 'mambakit[serve]'") from error
+        import jinja2
+
         self._errors = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
         try:
             self._template = make_environment().from_string(source)

@@ -133,12 +133,8 @@ def _read_description(path: Path) -> tuple[str, int]:
 
 
 def _read_tokenizer(path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ImportError(
-            "reading a tokenizer file needs the tokenizers package: pip install 'mambakit[cli]'"
-        ) from error
+    from tokenizers import Tokenizer
+
     if not path.is_file():
         raise ValueError(f"there is no tokenizer file {path}")
     try:

@@ -12,6 +12,7 @@ from mambakit.checkpoints.gguf.described import Described
 from mambakit.checkpoints.gguf.hybrids import HYBRIDS
 from mambakit.checkpoints.gguf.mamba import ARCHITECTURES
 from mambakit.checkpoints.gguf.tensors import named
+from mambakit.optional import need
 
 SUFFIX = ".gguf"
 
@@ -29,10 +30,7 @@ def read(path: Path) -> tuple[Read, dict[str, Tensor]]:
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    try:
-        import gguf
-    except ImportError as error:
-        raise ValueError(f"reading {path} needs the package gguf: pip install mambakit[gguf]") from error
+    gguf = need(f"reading {path}", "gguf")
     try:
         header = read_header(path)
         name = header.metadata.get("general.architecture")

@@ -72,13 +72,22 @@ class Decoding:
         for block, own in zip(self._blocks, states, strict=True):
             fill(block, own)
 
-    def step(self, ids_b: Tensor) -> Tensor:
+    def step(self, ids_b: Tensor, at: decode.At) -> Tensor:
         ids_b = ids_b.contiguous()
         if ids_b.dtype != torch.int64 or ids_b.device.type != "cpu":
             raise ValueError(f"ids_b is {ids_b.dtype} on {ids_b.device}, expected int64 on the CPU")
         logits_bw = torch.empty(len(ids_b), self._model.head.rows)
-        model = ctypes.addressof(self._model)
-        run(Decode(model=model, batch=len(ids_b), ids=pointer(ids_b), logits=pointer(logits_bw)))
+        run(
+            Decode(
+                model=ctypes.addressof(self._model),
+                batch=len(ids_b),
+                ids=pointer(ids_b),
+                text=pointer(at.text_b),
+                before=pointer(at.before_b),
+                after=pointer(at.after_b),
+                logits=pointer(logits_bw),
+            )
+        )
         return logits_bw
 
     def _pack_part(self, part: decode.Part) -> DecodePart:

@@ -148,5 +148,6 @@ def _find() -> Path:
         if path.is_file():
             return path
     raise KernelsMissingError(
-        "they were not built when mambakit was installed; reinstall where a C++ compiler (GCC or Clang) is found"
+        "they were not built when mambakit was installed; install a C++ compiler (GCC or Clang) and "
+        "reinstall with --no-cache-dir"
     )

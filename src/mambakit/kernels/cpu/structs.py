@@ -81,14 +81,15 @@ Mamba3Part{Mamba3Step step; Matrix in_proj, out_proj; pointer state, k_state, v_
 MlpStep{int64_t activation; bool gated; float gate_scale;}
 MlpPart{MlpStep step; Matrix fc1, fc2;}
 AttentionStep{int64_t heads, kv_heads, p, window; float scale; int64_t angles; pointer rates;}
-AttentionPart{AttentionStep step; Matrix in_proj, out_proj; pointer k, v, position; int64_t slots;}
+AttentionPart{AttentionStep step; Matrix in_proj, out_proj; pointer k, v, first, position; int64_t
+  slots;}
 MoeStep{int64_t experts, top_k, hidden, groups, top_groups, rule, activation; bool gated, normalize; float
   weight_scale; pointer correction_bias;}
 MoePart{MoeStep step; Matrix router, experts_in, experts_out, latent_in, latent_out;}
 DecodePart{int64_t kind; pointer block; Norm norm; float scale; bool beside;}
 DecodeModel{int64_t width, parts; pointer embedding, part; Norm norm_f; Matrix head; float embedding_scale,
   logits_scale;}
-Decode{pointer model; int64_t batch; pointer ids, logits;} decode(Decode)
+Decode{pointer model; int64_t batch; pointer ids, text, before, after, logits;} decode(Decode)
 LargePages{pointer start; int64_t bytes;} large_pages(LargePages)
 VectorFunction{int64_t which; pointer x, y; int64_t n;} vector_function(VectorFunction)
 """

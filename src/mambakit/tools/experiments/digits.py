@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rich.table import Table
 from torch import Tensor, nn
 
 from mambakit.blocks.mamba3 import Mamba3Config
 from mambakit.models.bidirectional import BidirectionalConfig, BidirectionalStack
 from mambakit.models.latent_model import LatentConfig, LatentModel
+from mambakit.optional import need
 from mambakit.tools.experiments.fitting import one_thread
-from mambakit.tools.experiments.report import need
 
 SIDE, PIXELS, CLASSES, CODE = 8, 64, 10, 16
 CHANNELS = 1 + 2 * SIDE
@@ -59,7 +60,7 @@ class Digits(NamedTuple):
 
 def load() -> Digits:
     """Pixels from 0 to 1 and labels; every fifth of a shuffle that never changes is held out."""
-    found = need("sklearn.datasets").load_digits()
+    found = need("the digits", "sklearn.datasets").load_digits()
     images_bs = torch.tensor(found.data, dtype=torch.float32) / 16
     labels_b = torch.tensor(found.target, dtype=torch.int64)
     order_b = torch.randperm(len(labels_b), generator=torch.Generator().manual_seed(2**40))
@@ -114,7 +115,6 @@ class Autoencoder(nn.Module):
 
 def run(out: Path, recipe: DigitsRecipe, tell: Tell) -> dict[str, Any]:
     """Train both, write `FILES` into the folder, and return what `results.json` holds."""
-    need("matplotlib.figure")
     digits = load()
     with one_thread():
         results = {"recipe": asdict(recipe), "torch": torch.__version__}
@@ -211,7 +211,7 @@ def draw(path: Path, rows: list[Tensor], captions: list[str]) -> None:
     """Rows of digits, with what to write above each."""
     columns = max(len(row_bs) for row_bs in rows)
     size = (0.8 * columns, (1.0 if captions else 0.8) * len(rows))
-    figure = need("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    figure = need("their pictures", "matplotlib.figure").Figure(figsize=size, layout="constrained")
     number = 0
     for r, row_bs in enumerate(rows):
         for c, image_s in enumerate(row_bs):
@@ -225,7 +225,7 @@ def draw(path: Path, rows: list[Tensor], captions: list[str]) -> None:
 
 
 def table(results: dict[str, Any]) -> Any:
-    made = need("rich.table").Table(title="Digits, pixel by pixel")
+    made = Table(title="Digits, pixel by pixel")
     for title in ("model", "measured on held-out digits", ""):
         made.add_column(title)
     c, a = results["classifier"], results["autoencoder"]

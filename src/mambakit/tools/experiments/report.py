@@ -1,6 +1,5 @@
 """What experiments leave behind: a table on the terminal, a JSON file, pictures."""
 
-import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -8,28 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
+from mambakit.optional import need
 from mambakit.tools.experiments.state_tracking import COMPARED, paper_figure
 from mambakit.tools.experiments.tasks import TASKS
 from mambakit.tools.experiments.variants import VARIANTS
 
 Row = dict[str, Any]
 """A `Fit` as JSON knows it."""
-
-
-def need(module: str) -> Any:
-    """An optional package, or how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        name = module.split(".")[0]
-        raise ImportError(f"{name} is not installed; pip install 'mambakit[cli]' brings it") from error
-
-
-def need_all() -> None:
-    """Before a long training, not after it."""
-    for module in ("rich.table", "matplotlib.figure"):
-        need(module)
 
 
 def load_rows(path: Path) -> list[Row]:
@@ -62,7 +48,7 @@ def merge(rows: Sequence[Row], new: Row) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> Any:
     """A rich table with the paper's figures beside ours."""
-    made = need("rich.table").Table(title=f"State tracking: {METRIC}")
+    made = Table(title=f"State tracking: {METRIC}")
     for title in ("task", "model"):
         made.add_column(title)
     for title in ("paper", "ours", "as trained", "steps", "seed", "CPU min"):
@@ -91,7 +77,9 @@ def score_at(row: Row, length: int) -> float:
 def plot(rows: Sequence[Row], path: Path) -> None:
     """One panel per task: scaled accuracy against length, a line per model."""
     tasks = [task for task in COMPARED if any(row["task"] == task for row in rows)]
-    figure = need("matplotlib.figure").Figure(figsize=(3.6 * len(tasks) + 0.6, 3.6), layout="constrained")
+    figure = need("the picture", "matplotlib.figure").Figure(
+        figsize=(3.6 * len(tasks) + 0.6, 3.6), layout="constrained"
+    )
     for column, task in enumerate(tasks):
         axes = figure.add_subplot(1, len(tasks), column + 1)
         for row in (row for row in rows if row["task"] == task):

@@ -6,6 +6,7 @@
 #include "border.h"
 #include "matvec.h"
 #include "rows.h"
+#include "step.h"
 #include "threads.h"
 
 namespace MK_ISA {
@@ -20,12 +21,15 @@ struct Norm {
     )
 };
 
-// What a part reads, all rows of it, and where it adds to: those may be the same.
+// What a part reads, all rows of it, and where it adds to: those may be the same. Rows are tokens, of which several may
+// be of one text, in their order.
 struct Passing {
     const Norm& norm;
     int64_t batch;
     const float* input;
     Results onto;
+    Places places;        // of states
+    const int64_t* text;  // [batch]: whose token it is
 };
 
 static void normalise(const Norm& norm, const float* x, float* y) {

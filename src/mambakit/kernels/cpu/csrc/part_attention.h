@@ -13,7 +13,7 @@ namespace MK_ISA {
 struct AttentionStep {
     MK_FIELDS(AttentionStep,
         int64_t heads, kv_heads, p;
-        int64_t window;       // tokens that one sees, in a ring of so many slots; 0: all, each in the slot of its position
+        int64_t window;       // tokens that one sees, itself among them; 0: all
         float scale;          // of the products of queries and keys
         int64_t angles;       // pairs (q, q + angles) of a head's channels that turn; 0: none
         const double* rates;  // [angles]: by how much per position
@@ -21,17 +21,17 @@ struct AttentionStep {
 
     int64_t group() const { return heads / kv_heads; }
     int64_t projected() const { return (heads + 2 * kv_heads) * p; }
-    // Slots that a token at `position` sees, its own among them.
+    // Tokens that the one at `position` sees, itself among them.
     int64_t seen(int64_t position) const { return window ? least(position + 1, window) : position + 1; }
-    int64_t slot(int64_t position) const { return window ? position % window : position; }
 };
 
 struct AttentionPart {
     MK_FIELDS(AttentionPart,
         AttentionStep step;
         Matrix in_proj, out_proj;
-        float *k, *v;       // [batch][slots][kv_heads][p]
-        int64_t* position;  // [batch]: tokens so far
+        float *k, *v;          // [texts][slots][kv_heads][p], tokens in their order
+        const int64_t* first;  // [texts]: the position of the token in slot 0
+        int64_t* position;     // [places]: tokens so far
         int64_t slots;
     )
 };
@@ -131,14 +131,21 @@ static void turn_head(
     });
 }
 
-// The heads of one group of a row, in one piece of what they see; to y[head of the group][y_pitch].
-static void attend_group(
-    const AttentionPart& a, int64_t row, int64_t kv, int64_t piece, const float* projected, float* y, int64_t y_pitch) {
+// What a row's token sees, and by how much its position turns.
+struct AttentionRow {
+    int64_t seen;
+    const float *k, *v;          // of the first token that it sees
+    const float *cosine, *sine;  // [angles]
+    int64_t pieces() const { return ceil_div(seen, PIECE); }
+};
+
+// A row's token goes to its slot. `turns` has 2 angles floats.
+static AttentionRow enter_slot(
+    const AttentionPart& a, const Passing& x, int64_t row, const float* projected, float* turns) {
     const AttentionStep& s = a.step;
-    const int64_t group = s.group(), p = s.p, pitch = s.kv_heads * p, position = a.position[row];
-    const int64_t seen = s.seen(position), slot = s.slot(position), first = piece * PIECE;
-    float* cosine = scratch<STEP_HEAD>(2 * s.angles + group * p);
-    float *sine = cosine + s.angles, *q = sine + s.angles;
+    const int64_t p = s.p, pitch = s.kv_heads * p, position = a.position[x.places.read(row)], text = x.text[row];
+    const int64_t slot = position - a.first[text], seen = s.seen(position);
+    float *cosine = turns, *sine = turns + s.angles;
     // In double, as an angle counts modulo a turn.
     for (int64_t i = 0; i < s.angles; i++) cosine[i] = float(wrapped(double(position) * s.rates[i]));
     each_vector(s.angles, [&](int64_t i, int64_t count) {
@@ -147,17 +154,24 @@ static void attend_group(
         store_part(cosine + i, c, count);
         store_part(sine + i, si, count);
     });
-    float *k = a.k + row * a.slots * pitch + kv * p, *v = a.v + row * a.slots * pitch + kv * p;
-    if (slot / PIECE == piece) {
-        const float* key = projected + (s.heads + kv) * p;
-        turn_head(s, cosine, sine, 1.0f, key, k + slot * pitch);
-        copy(key + pitch, p, v + slot * pitch);
-    }
+    float *k = a.k + (text * a.slots + slot) * pitch, *v = a.v + (text * a.slots + slot) * pitch;
+    const float *key = projected + s.heads * p, *value = key + pitch;
+    for (int64_t kv = 0; kv < s.kv_heads; kv++) turn_head(s, cosine, sine, 1.0f, key + kv * p, k + kv * p);
+    copy(value, pitch, v);
+    a.position[x.places.written(row)] = position + 1;
+    return {seen, k - (seen - 1) * pitch, v - (seen - 1) * pitch, cosine, sine};
+}
+
+// The heads of one group of a row, in one piece of what they see; to y[head of the group][y_pitch].
+static void attend_group(
+    const AttentionStep& s, const AttentionRow& row, int64_t kv, int64_t piece, const float* projected, float* y,
+    int64_t y_pitch) {
+    const int64_t group = s.group(), p = s.p, pitch = s.kv_heads * p, first = piece * PIECE;
+    float* q = scratch<STEP_HEAD>(group * p);
     for (int64_t g = 0; g < group; g++)
-        turn_head(s, cosine, sine, s.scale, projected + (kv * group + g) * p, q + g * p);
-    k += first * pitch;
-    v += first * pitch;
-    const int64_t n = least(seen - first, PIECE);
+        turn_head(s, row.cosine, row.sine, s.scale, projected + (kv * group + g) * p, q + g * p);
+    const float *k = row.k + first * pitch + kv * p, *v = row.v + first * pitch + kv * p;
+    const int64_t n = least(row.seen - first, PIECE);
     int64_t g = 0;
     for (; g + TOGETHER <= group; g += TOGETHER)
         attend_piece<TOGETHER>(q + g * p, k, v, pitch, n, p, y + g * y_pitch, y_pitch);
@@ -187,39 +201,39 @@ static void join_pieces(int64_t p, int64_t pieces, const float* found, float* y)
 static void run_part(const AttentionPart& a, const Passing& x) {
     const AttentionStep& s = a.step;
     const int64_t wide = s.projected(), group = s.group();
-    int64_t most = 0, all = 0;
-    auto pieces = [&](int64_t row) { return ceil_div(s.seen(a.position[row]), PIECE); };
-    for (int64_t row = 0; row < x.batch; row++) {
-        most = pieces(row) > most ? pieces(row) : most;
-        all += pieces(row);
-    }
     float* projected = scratch<DECODE_PROJECTED>(x.batch * wide);
+    project_normed(a.in_proj, x, {projected, wide, false});
+    float* turns = scratch<DECODE_SMALL>(x.batch * 2 * s.angles);
+    AttentionRow* rows = (AttentionRow*)scratch<DECODE_CHOICES>(x.batch * sizeof(AttentionRow) / sizeof(float));
+    int64_t most = 0, all = 0, work = 0;
+    for (int64_t row = 0; row < x.batch; row++) {
+        rows[row] = enter_slot(a, x, row, projected + row * wide, turns + row * 2 * s.angles);
+        most = rows[row].pieces() > most ? rows[row].pieces() : most;
+        all += rows[row].pieces();
+        work += rows[row].seen * s.heads * s.p;
+    }
     // [batch][heads][pieces][p + 2]
     const int64_t of_head = most * (s.p + 2), of_row = s.heads * of_head;
     float* found = scratch<DECODE_INNER>(x.batch * of_row);
-    project_normed(a.in_proj, x, {projected, wide, false});
     // Units are the groups of heads in a piece of a row, groups first, as slots have them side by side.
     auto attend = [&](int64_t begin, int64_t end) {
         for (int64_t row = 0; row < x.batch && end > 0; row++) {
-            const int64_t units = pieces(row) * s.kv_heads;
+            const int64_t units = rows[row].pieces() * s.kv_heads;
             for (int64_t unit = begin > 0 ? begin : 0; unit < least(end, units); unit++) {
                 const int64_t kv = unit % s.kv_heads, piece = unit / s.kv_heads;
-                attend_group(a, row, kv, piece, projected + row * wide,
+                attend_group(s, rows[row], kv, piece, projected + row * wide,
                              found + row * of_row + kv * group * of_head + piece * (s.p + 2), of_head);
             }
             begin -= units;
             end -= units;
         }
     };
-    int64_t work = 0;
-    for (int64_t row = 0; row < x.batch; row++) work += s.seen(a.position[row]) * s.heads * s.p;
     if (work < STEP_ALONE) attend(0, all * s.kv_heads);
     else parallel(all * s.kv_heads, attend);
     project(a.out_proj, x.batch, x.onto, [&](int64_t row, float* to) {
         for (int64_t head = 0; head < s.heads; head++)
-            join_pieces(s.p, pieces(row), found + row * of_row + head * of_head, to + head * s.p);
+            join_pieces(s.p, rows[row].pieces(), found + row * of_row + head * of_head, to + head * s.p);
     });
-    for (int64_t row = 0; row < x.batch; row++) a.position[row]++;
 }
 
 }  // namespace MK_ISA

@@ -1,4 +1,4 @@
-// The three Mambas as parts of a decoded model. States change in place.
+// The three Mambas as parts of a decoded model. What they carry lies place by place: [places][...].
 #pragma once
 
 #include "part.h"
@@ -41,8 +41,9 @@ static void run_part(const Mamba1Part& m, const Passing& x) {
         // The channels just computed, as far as they are values and not gates.
         const int64_t stop = least(end, i);
         for (int64_t row = 0; row < batch && begin < stop; row++) {
-            float* window = m.window + row * i * s.k;
-            mamba1_step_conv(s, projected + row * 2 * i, window, window, inner + row * i, begin, stop);
+            const float* before = m.window + x.places.read(row) * i * s.k;
+            float* after = m.window + x.places.written(row) * i * s.k;
+            mamba1_step_conv(s, projected + row * 2 * i, before, after, inner + row * i, begin, stop);
         }
     });
     over_rows(m.x_proj, [&](int64_t begin, int64_t end) {
@@ -58,9 +59,10 @@ static void run_part(const Mamba1Part& m, const Passing& x) {
     auto scan = [&](int64_t begin, int64_t end) {
         multiply(m.dt_proj, begin, end, dt_b_c, small, batch, {dt, i, false});
         for (int64_t row = 0; row < batch; row++) {
-            float* state = m.state + row * i * s.r;
+            const float* before = m.state + x.places.read(row) * i * s.r;
+            float* after = m.state + x.places.written(row) * i * s.r;
             const float* b = dt_b_c + row * small + rank;
-            mamba1_step_scan(s, projected + row * 2 * i, inner + row * i, dt + row * i, b, b + s.r, state, state,
+            mamba1_step_scan(s, projected + row * 2 * i, inner + row * i, dt + row * i, b, b + s.r, before, after,
                              out + row * i, begin, end);
         }
     };
@@ -100,7 +102,7 @@ static void run_part(const Mamba2Part& m, const Passing& x) {
                  {projected, wide, false});
         for (int64_t row = 0; row < x.batch; row++) scale_projected(m, projected + row * wide, begin, end);
     });
-    mamba2_step_heads({s, x.batch, projected, m.window, m.window, m.state, m.state, out});
+    mamba2_step_heads({s, x.batch, projected, m.window, m.window, m.state, m.state, out}, x.places);
     project(m.out_proj, x.batch, x.onto, [&](int64_t row, float* to) {
         copy(out + row * inner + s.mlp, s.width(), to + s.mlp);
         mamba2_step_finish(s, projected + row * wide, to);
@@ -121,7 +123,7 @@ static void run_part(const Mamba3Part& m, const Passing& x) {
     float *projected = scratch<DECODE_PROJECTED>(x.batch * wide), *out = scratch<DECODE_INNER>(x.batch * s.width());
     const Mamba3Carried carried = {m.state, m.k_state, m.v_state, m.angle};
     project_normed(m.in_proj, x, {projected, wide, false});
-    mamba3_step({s, x.batch, projected, carried, carried, out});
+    mamba3_step({s, x.batch, projected, carried, carried, out}, x.places);
     project(m.out_proj, x.batch, x.onto, [&](int64_t row, float* to) { copy(out + row * s.width(), s.width(), to); });
 }
 

@@ -15,6 +15,15 @@ constexpr int64_t STATE_AHEAD = 2048;
 // Entries of the state below which a step stays in the calling thread.
 constexpr int64_t STEP_ALONE = 1 << 15;
 
+// Which states each row of a call reads and which it writes, by their numbers; null: those of its own number.
+struct Places {
+    const int64_t *before = nullptr, *after = nullptr;
+    bool in_order = false;  // a row may read what one before it writes
+
+    int64_t read(int64_t row) const { return before ? before[row] : row; }
+    int64_t written(int64_t row) const { return after ? after[row] : row; }
+};
+
 // TAPS, where it is not 0, is k: known to the compiler.
 template <int TAPS>
 static void weigh_taps(
@@ -117,8 +126,19 @@ static void pass_state(const StatePass& s) {
 }
 
 // body(row, begin, end) over the units (heads, channels) of all rows. Too little work is not worth waking threads for.
+// Where rows have an order, a thread takes all of them through its units.
 template <class Body>
-static void step_parallel(int64_t rows, int64_t units, int64_t unit_size, const Body& body) {
+static void step_parallel(int64_t rows, int64_t units, int64_t unit_size, bool in_order, const Body& body) {
+    const bool alone = rows * units * unit_size < STEP_ALONE;
+    if (in_order) {
+        auto share = [&](int64_t begin, int64_t end) {
+            for (int64_t unit = begin; unit < end; unit++)
+                for (int64_t row = 0; row < rows; row++) body(row, unit, unit + 1);
+        };
+        if (alone) share(0, units);
+        else parallel(units, share);
+        return;
+    }
     auto share = [&](int64_t begin, int64_t end) {
         while (begin < end) {
             int64_t row = begin / units, stop = least((row + 1) * units, end);
@@ -126,7 +146,7 @@ static void step_parallel(int64_t rows, int64_t units, int64_t unit_size, const 
             begin = stop;
         }
     };
-    if (rows * units * unit_size < STEP_ALONE) share(0, rows * units);
+    if (alone) share(0, rows * units);
     else parallel(rows * units, share);
 }
 

@@ -102,25 +102,26 @@ struct Mamba2StepCall {
     )
 };
 
-// All but mamba2_step_finish.
-static void mamba2_step_heads(const Mamba2StepCall& call) {
+// All but mamba2_step_finish. Windows and states are those at each row's places.
+static void mamba2_step_heads(const Mamba2StepCall& call, const Places& places) {
     const Mamba2Step& s = call.step;
     const int64_t window = s.conv_dim() * s.k, state = s.width() * s.r, bc = 2 * s.groups * s.r;
     const int64_t wide = s.projected(), inner = s.mlp + s.width();
     float* all_bc = scratch<STEP_ROWS>(call.batch * bc);
     for (int64_t row = 0; row < call.batch; row++)
-        mamba2_step_begin(s, call.projected + row * wide, call.window_in + row * window, call.window_out + row * window,
-                          all_bc + row * bc);
-    step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
-        mamba2_step(s, call.projected + row * wide, all_bc + row * bc, call.window_in + row * window,
-                    call.window_out + row * window, call.state_in + row * state, call.state_out + row * state,
+        mamba2_step_begin(s, call.projected + row * wide, call.window_in + places.read(row) * window,
+                          call.window_out + places.written(row) * window, all_bc + row * bc);
+    step_parallel(call.batch, s.heads, s.p * s.r, places.in_order, [&](int64_t row, int64_t begin, int64_t end) {
+        const int64_t before = places.read(row), after = places.written(row);
+        mamba2_step(s, call.projected + row * wide, all_bc + row * bc, call.window_in + before * window,
+                    call.window_out + after * window, call.state_in + before * state, call.state_out + after * state,
                     call.out + row * inner, begin, end);
     });
 }
 
 static void mamba2_step(const Mamba2StepCall& call) {
     const Mamba2Step& s = call.step;
-    mamba2_step_heads(call);
+    mamba2_step_heads(call, {});
     for (int64_t row = 0; row < call.batch; row++)
         mamba2_step_finish(s, call.projected + row * s.projected(), call.out + row * (s.mlp + s.width()));
 }

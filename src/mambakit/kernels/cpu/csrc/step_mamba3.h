@@ -106,15 +106,15 @@ static void mamba3_step_expand(const Mamba3Step& s, int64_t head, float weight, 
         });
 }
 
-// What a row carries: state[heads][p][r], k_state[ranks][heads][r], v_state[heads][p], angle[heads][kept_angles].
+// What is carried at a place, one of several in a row: state[heads][p][r], k_state[ranks][heads][r], v_state[heads][p], angle[heads][kept_angles].
 struct Mamba3Carried {
     MK_FIELDS(Mamba3Carried,
         float *state, *k_state, *v_state, *angle;
     )
 
-    Mamba3Carried row(const Mamba3Step& s, int64_t row) const {
-        return {state + row * s.width() * s.r, k_state + row * s.ranks * s.heads * s.r, v_state + row * s.width(),
-                angle + row * s.heads * s.kept_angles()};
+    Mamba3Carried at(const Mamba3Step& s, int64_t place) const {
+        return {state + place * s.width() * s.r, k_state + place * s.ranks * s.heads * s.r, v_state + place * s.width(),
+                angle + place * s.heads * s.kept_angles()};
     }
 };
 
@@ -164,15 +164,19 @@ struct Mamba3StepCall {
     )
 };
 
-static void mamba3_step(const Mamba3StepCall& call) {
+// What is carried is that at each row's places.
+static void mamba3_step(const Mamba3StepCall& call, const Places& places) {
     const Mamba3Step& s = call.step;
     float* shared = scratch<STEP_ROWS>(call.batch * s.shared());
     for (int64_t row = 0; row < call.batch; row++)
         mamba3_step_begin(s, call.projected + row * s.projected(), shared + row * s.shared());
-    step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
-        mamba3_step(s, call.projected + row * s.projected(), shared + row * s.shared(), call.before.row(s, row),
-                    call.after.row(s, row), call.out + row * s.width(), begin, end);
+    step_parallel(call.batch, s.heads, s.p * s.r, places.in_order, [&](int64_t row, int64_t begin, int64_t end) {
+        mamba3_step(s, call.projected + row * s.projected(), shared + row * s.shared(),
+                    call.before.at(s, places.read(row)), call.after.at(s, places.written(row)),
+                    call.out + row * s.width(), begin, end);
     });
 }
+
+static void mamba3_step(const Mamba3StepCall& call) { mamba3_step(call, {}); }
 
 }  // namespace MK_ISA
