@@ -49,6 +49,18 @@ class Stream(Iterator[Tensor]):
     `"off"`.
 
     Gradients are not recorded, but caches are ordinary tensors that later calls may go on from with gradients.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> run = mk.stream(model, [72, 105], max_new_tokens=4, seed=1)
+        >>> for token_b in run:
+        ...     print(token_b.shape)
+        torch.Size([1])
+        torch.Size([1])
+        torch.Size([1])
+        torch.Size([1])
+        >>> more_bs = mk.generate(model, [33], max_new_tokens=2, cache=run.cache)
     """
 
     def __init__(
@@ -194,7 +206,14 @@ class Stream(Iterator[Tensor]):
 
 
 def generate(model: LanguageModel, ids: Ids, **options: Any) -> Tensor:
-    """The tokens that follow the prompts, `[batch, new]`: all that `Stream` gives with the same arguments."""
+    """The tokens that follow the prompts, `[batch, new]`: all that `Stream` gives with the same arguments.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> mk.generate(model, [[72, 105], [87, 104, 121]], max_new_tokens=8, temperature=0.8, seed=1).shape
+        torch.Size([2, 8])
+    """
     run = Stream(model, ids, **options)
     for _ in run:
         pass
