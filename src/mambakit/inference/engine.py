@@ -221,8 +221,9 @@ class Engine:
                     if reading.is_done:
                         self._begin(reading)
             except Exception as error:  # of these requests alone: the others go on
-                self._take_out([request for request in requests if request in self._line])
-                for request in requests:
+                failed = [request for request in requests if request in self._line]
+                self._take_out(failed)
+                for request in failed:
                     request.finish("error", error)
 
     def _whose_turn(self) -> Sequence[Request]:
@@ -243,26 +244,25 @@ class Engine:
         return len(request.ids) - known if reading is None else reading.left
 
     def _begin(self, reading: Reading) -> None:
-        """The first tokens after prompts that have been read."""
+        """Prompts have been read; their first tokens."""
         for row, request in enumerate(reading.requests):
             if request.done:
                 continue  # it was cancelled
-            self._take_out([request])
             if request.ends_with_prompt:
-                request.finish("length")
-                continue
-            assert reading.x_bd is not None
-            x_1d = reading.x_bd[row : row + 1]
-            cache = reading.cache if len(reading.requests) == 1 else select(reading.cache, [row])
-            if request.max_new_tokens == 0:
-                request.state = State(tuple(request.ids), x_1d.clone(), cache)
-                request.finish("length")
-                continue
-            (reason,) = choose([request], self.model.logits(x_1d))
+                reason, cache = "length", None
+            else:
+                assert reading.x_bd is not None
+                x_1d = reading.x_bd[row : row + 1]
+                cache = reading.cache if len(reading.requests) == 1 else select(reading.cache, [row])
+                if request.max_new_tokens == 0:
+                    reason, request.state = "length", State(tuple(request.ids), x_1d.clone(), cache)
+                else:
+                    (reason,) = choose([request], self.model.logits(x_1d))
+            if reason is None and not request.done:
+                self._group_with_room().join(request, cache)
+            self._take_out([request])
             if reason is not None:
                 self._finish(request, reason, cache)
-            elif not request.done:
-                self._group_with_room().join(request, cache)
 
     def _group_with_room(self) -> Group:
         for group in self._groups:
@@ -279,7 +279,7 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, cache: Any) -> None:
         """Take the last token in where the state after it is wanted, and let it go."""
-        if self._wants_state(request):
+        if request.tokens and self._wants_state(request):
             with use_backend(reading_backend(self._backend)):
                 last = torch.tensor([request.tokens[-1:]], device=device_of(self.model))
                 x_1sd, cache = self.model.backbone(self.model.embed(last), cache)
