@@ -108,15 +108,22 @@ def test_select_takes_rows_in_order(index):
         assert torch.equal(got, all_rows[torch.as_tensor(index).long()])
 
 
+@pytest.mark.parametrize("mask", [[True, False, True], [False] * 3, torch.tensor([False, True, True])])
+def test_select_takes_the_rows_of_a_mask(mask):
+    cache = used_model_cache(3)
+    for got, all_rows in zip(tensors(caches.select(cache, mask)), tensors(cache), strict=True):
+        assert torch.equal(got, all_rows[torch.as_tensor(mask)])
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [
         ([0, 3], r"rows \[3\].*cache\[0\].conv_bik has rows 0 to 2"),
         ([-1], r"rows \[-1\]"),
-        ([True, False, True], "row numbers, got torch.bool"),
+        ([True, False], "a mask of 2 rows, but cache.*conv_bik has 3"),
         ([0.0], "torch.float32"),
         (torch.tensor(1), "shape"),
-        (None, "index_b has to be a list or vector of row numbers, got None"),
+        (None, "index_b has to be a list or vector of row numbers, or a mask of all rows, got None"),
         (torch.tensor([1], device="meta"), "index_b is a Tensor on meta, expected a plain tensor with numbers"),
     ],
 )

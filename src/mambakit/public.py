@@ -8,6 +8,8 @@ from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
 from mambakit.blocks.mlp import MLP, MLPConfig
 from mambakit.blocks.moe import MoE, MoEConfig
 from mambakit.blocks.parallel import Parallel, ParallelCache, ParallelConfig
+from mambakit.blocks.param_groups import param_groups
+from mambakit.blocks.tensor_only import TensorOnly
 from mambakit.checkpoints import load_model, save_model
 from mambakit.compat.hf import accelerate
 from mambakit.inference.generation import generate, stream
@@ -86,6 +88,7 @@ __all__ = [
     "StridedStretched",
     "SymmetricCyclic",
     "SymmetricStretched",
+    "TensorOnly",
     "accelerate",
     "caches",
     "causal_conv",
@@ -93,6 +96,7 @@ __all__ = [
     "explain",
     "generate",
     "load_model",
+    "param_groups",
     "quantize",
     "run_in_segments",
     "save_model",

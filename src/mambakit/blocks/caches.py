@@ -75,22 +75,26 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
     return _change(cache, move)
 
 
-def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
-    """The batch rows `index_b`, in that order; a row may come more than once."""
-    wanted = "index_b has to be a list or vector of row numbers"
+def select(cache: Cache, index_b: Sequence[int] | Sequence[bool] | Tensor) -> Cache:
+    """The batch rows `index_b`, in that order, of which one may come more than once; or those where a mask is true."""
+    wanted = "index_b has to be a list or vector of row numbers, or a mask of all rows"
     try:
         index_b = index_b if isinstance(index_b, Tensor) else torch.as_tensor(index_b)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{wanted}, got {index_b!r}") from error
     check_readable("index_b", index_b)
-    if index_b.numel() == 0:
+    if index_b.numel() == 0 and index_b.dtype != torch.bool:
         index_b = index_b.long()
-    if index_b.dim() != 1 or index_b.dtype not in (torch.int32, torch.int64):
+    if index_b.dim() != 1 or index_b.dtype not in (torch.int32, torch.int64, torch.bool):
         raise ValueError(f"{wanted}, got {index_b.dtype} of shape {tuple(index_b.shape)}")
+    masked = len(index_b) if index_b.dtype == torch.bool else None
+    index_b = index_b if masked is None else index_b.nonzero()[:, 0]
     rows = index_b.tolist()
 
     def take(where: str, tensor: Tensor) -> Tensor:
         batch = tensor.shape[0]
+        if masked not in (None, batch):
+            raise ValueError(f"index_b is a mask of {masked} rows, but {where} has {batch}")
         wrong = [row for row in rows if not 0 <= row < batch]
         if wrong:
             raise ValueError(f"index_b asks for rows {wrong}, but {where} has rows 0 to {batch - 1}")

@@ -33,6 +33,8 @@ class Prompts(NamedTuple):
 
 def read_prompts(ids: Ids, mask_bs: Tensor | None, vocab_size: int, device: torch.device) -> Prompts:
     """The prompts of a call; ValueError where there is none, or one that a model of `vocab_size` cannot read."""
+    if isinstance(ids, str | bytes):
+        raise ValueError("ids is text, expected token ids, which a tokenizer makes of it")
     given = one_by_one(ids) if mask_bs is None else without_padding(ids, mask_bs)
     if not given:
         raise ValueError("ids holds no prompts")
