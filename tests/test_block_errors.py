@@ -29,15 +29,17 @@ def test_wrong_dtype(block, grad):
     x, mask = tokens(block, 2, 3), torch.ones(2, 3, dtype=torch.bool)
     with torch.set_grad_enabled(grad):
         for dtype in (torch.int64, torch.bool, torch.complex64, torch.float16, torch.bfloat16, torch.float64):
-            named = pytest.raises(ValueError, match=rf"^x_bsd is {dtype}, expected torch\.float32, as the projections")
+            wrong = rf"is {dtype}, expected torch\.float32, as the projections"
+            named = pytest.raises(ValueError, match=f"^x_bsd {wrong}")
+            named_token = pytest.raises(ValueError, match=f"^x_bd {wrong}")
             with named:
                 block(x.to(dtype))
             with named:
                 block(x.to(dtype), mask_bs=mask)
-            with named:
+            with named_token:
                 block.step(x[:, 0].to(dtype))
             if hasattr(block, "step_infinite"):
-                with named:
+                with named_token:
                     block.step_infinite(x[:, 0].to(dtype))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             block(x.bfloat16())

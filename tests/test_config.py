@@ -33,8 +33,11 @@ def test_json_without_loss(name):
 
 
 def test_unknown_keys_are_all_named():
-    with pytest.raises(ValueError, match="Mamba2Config has no field d_state, headdim; known are"):
+    named = r"Mamba2Config has no field 'd_state' \(here: state_rank\), 'headdim' \(here: per_head_dim\)$"
+    with pytest.raises(ValueError, match=named):
         Mamba2Config.from_dict({"d_model": 8, "headdim": 4, "d_state": 4})
+    with pytest.raises(ValueError, match=r"'what'; known are A_init_range, .*ssm_multipliers, state_rank$"):
+        Mamba2Config.from_dict({"d_model": 8, "what": 4})
     with pytest.raises(TypeError, match="d_state"):
         Mamba2Config(d_model=8, d_state=4)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):

@@ -513,7 +513,7 @@ def test_step_by_step_leaves_the_caches_of_another_step_alone():
     """It may call the model twice with one cache."""
 
     class Twice(LanguageModel):
-        def step(self, ids_b, cache=None):
+        def step(self, ids_b, cache=None, *, reset_b=None):
             super().step(ids_b, cache)
             return super().step(ids_b, cache)
 

@@ -8,7 +8,7 @@ import torch
 from calls import OPERATIONS, names_of, tensors_of
 from cases import core_inputs
 from mambakit import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput, SsdPath, ssd, trapezoid
-from test_seeds import BUNDLES, SHAPES, random_fields
+from test_burn_mamba import BUNDLES, SHAPES, random_fields
 
 
 def inputs(**changed):

@@ -244,5 +244,5 @@ def test_a_step_that_starts_afresh(name):
     joined = mk.caches.concat([kept[1], fresh[1]])
     for name, tensor in tensors_of(after).items():
         torch.testing.assert_close(tensor, tensors_of(joined)[name], rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match=r"reset_b needs 1 axis \(batch\), got \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"reset_b needs 1 axis \(batch = 2\), got \(2, 1\)"):
         block.step(x, cache, reset_b=torch.zeros(2, 1, dtype=torch.bool))

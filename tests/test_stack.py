@@ -227,7 +227,7 @@ def test_configs_from_json():
     for change, message in (
         ({"virtual": {"schedule": "Spiral", "n": 3}}, "Spiral"),
         ({"virtual": {"schedule": "Cyclic", "indices": 3}}, "field n"),
-        ({"multi_gate": {"streams": 3}}, "no field streams"),
+        ({"multi_gate": {"streams": 3}}, r"no field 'streams' \(here: n_streams\)"),
     ):
         with pytest.raises(ValueError, match=message):
             LatentConfig.from_dict({**values, **change})
@@ -594,9 +594,9 @@ def test_token_ids(grad):
     with torch.set_grad_enabled(grad):
         for wrong in (ids + 36, ids - 1, ids + 2**40):
             given = f"from {int(wrong.min())} to {int(wrong.max())}"
-            with pytest.raises(ValueError, match=f"^ids_bs holds ids {given}, but the vocabulary is 0 to 39$"):
+            with pytest.raises(ValueError, match=f"^the ids go {given}, but the vocabulary is 0 to 39$"):
                 model(wrong)
-        with pytest.raises(ValueError, match=r"^ids_bs holds ids from 40 to 40, but the vocabulary is 0 to 39$"):
+        with pytest.raises(ValueError, match=r"^the ids go from 40 to 40, but the vocabulary is 0 to 39$"):
             model.step(torch.tensor([40]))
         for wrong in (ids.float(), ids.to(torch.int16), ids.bool()):
             with pytest.raises(ValueError, match=rf"^ids_bs is {wrong.dtype}, expected torch\.int64$"):

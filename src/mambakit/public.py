@@ -8,6 +8,8 @@ from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config
 from mambakit.blocks.mlp import MLP, MLPConfig
 from mambakit.blocks.moe import MoE, MoEConfig
 from mambakit.blocks.parallel import Parallel, ParallelCache, ParallelConfig
+from mambakit.blocks.param_groups import param_groups
+from mambakit.blocks.tensor_only import TensorOnly
 from mambakit.checkpoints import load_model, save_model
 from mambakit.checkpoints.adapters import load_lora, save_lora
 from mambakit.compat.hf import accelerate
@@ -90,6 +92,7 @@ __all__ = [
     "StridedStretched",
     "SymmetricCyclic",
     "SymmetricStretched",
+    "TensorOnly",
     "Tokenizer",
     "accelerate",
     "add_lora",
@@ -103,6 +106,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "merge_lora",
+    "param_groups",
     "quantize",
     "run_in_segments",
     "save_lora",

@@ -6,7 +6,7 @@ needs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.modules import Linear, is_plain
 from mambakit.blocks.param_groups import param_groups
+from mambakit.blocks.words import check_known
+from mambakit.ops.backends import PLAIN_TENSORS
 from mambakit.ops.shapes import check_beside, check_dense, check_readable, check_tensors
 from mambakit.ops.ssd_path import SsdPath
 
@@ -30,6 +32,9 @@ class Options(TypedDict, total=False):
     mask_bs: Tensor | None
     reset_bs: Tensor | None
     cu_seqlens: Tensor | None
+
+
+OPTIONS = frozenset(Options.__annotations__)
 
 
 class Block(nn.Module, ABC, Generic[Config, Cache]):
@@ -49,7 +54,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if config is not None and fields:
             raise ValueError(f"{wanted}, and got both: {', '.join(fields)} beside a config")
         if config is not None and not isinstance(config, self.config_class):
-            raise ValueError(f"{wanted}, got {type(config).__name__}")
+            advice = f"; write {type(self).__name__}(d_model={config})" if isinstance(config, int) else ""
+            raise ValueError(f"{wanted}, got {type(config).__name__}{advice}")
         self.config = self.config_class.from_dict(fields) if config is None else config
 
     @property
@@ -120,6 +126,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if mask_bs is None and cu_seqlens is None:
             if ids_bs is not None and s:
                 cache = self.restarted(cache, ids_bs[:, 0] > 0)
+                # The cache is now that of the first token, which may be all there is: an ordinary step.
+                ids_bs = None if s == 1 else ids_bs
             with path.around():
                 y_bsd, cache = self.run(x_bsd, cache, path.inside, ids_bs, None)
             return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), cache
@@ -141,13 +149,14 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
     def step(self, x_bd: Tensor, cache: Cache | None = None, *, reset_b: Tensor | None = None) -> tuple[Tensor, Cache]:
         """One token; rows of `reset_b` start afresh before it."""
         check_token(self, x_bd)
-        options: Options = {} if reset_b is None else {"reset_bs": one_each("reset_b", reset_b)}
-        y_bsd, after = self(x_bd[:, None], cache, **options)
+        y_bsd, after = self(x_bd[:, None], cache, **resets(reset_b, x_bd))
         return y_bsd[:, 0], after
 
     def restarted(self, cache: Cache, fresh_b: Tensor) -> Cache:
         """`cache` with the rows of `fresh_b` as a fresh cache has them."""
-        new = self.fresh_cache(len(fresh_b))
+        if none_of(fresh_b):
+            return cache
+        new = self.fresh_cache(1)
         return type(cache)(
             *(
                 torch.where(fresh_b.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.dtype), old)
@@ -246,22 +255,31 @@ def check_input(block: Any, x_bsd: Tensor) -> None:
     if not isinstance(x_bsd, Tensor) or x_bsd.dim() != 3:
         given = tuple(x_bsd.shape) if isinstance(x_bsd, Tensor) else type(x_bsd).__name__
         raise ValueError(f"x_bsd needs 3 axes (batch, sequence, d_model = {block.d_model}), got {given}")
-    if x_bsd.shape[2] != block.d_model:
-        raise ValueError(f"x_bsd is {x_bsd.shape[2]} wide, but this block's d_model is {block.d_model}")
-    check_projected(block, "x_bsd", x_bsd)
+    check_width(block, "x_bsd", x_bsd)
+
+
+def check_width(block: Any, name: str, x: Tensor) -> None:
+    if x.shape[-1] != block.d_model:
+        raise ValueError(f"{name} is {x.shape[-1]} wide, but this block's d_model is {block.d_model}")
+    check_projected(block, name, x)
 
 
 def check_projected(module: nn.Module, name: str, x: Tensor) -> None:
     """That `x` can enter the first projection; an adapter or a quantized one says for itself what it takes."""
-    first: Any = getattr(module, getattr(module, "entry", "in_proj"), None)
-    weight: Tensor | None = first if isinstance(first, Tensor) else None
-    if isinstance(first, nn.Module) and (is_plain(first, Linear) or is_plain(first, nn.Linear)):
-        weight = first.weight
+    weight = entry_weight(module)
     if not x.is_floating_point() or (weight is not None and x.dtype != weight.dtype and not casts(x, weight)):
         wanted = next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
         raise ValueError(f"{name} is {x.dtype}, expected {wanted}, as the projections are; cast one of them")
     if weight is not None:
         check_beside("the projection's weight", weight, name, x)
+
+
+def entry_weight(module: nn.Module) -> Tensor | None:
+    """The weight that meets the input first, where that is all that meets it."""
+    first: Any = getattr(module, getattr(module, "entry", "in_proj"), None)
+    if isinstance(first, nn.Module) and (is_plain(first, Linear) or is_plain(first, nn.Linear)):
+        return first.weight
+    return first if isinstance(first, Tensor) else None
 
 
 def casts(*tensors: Tensor) -> bool:
@@ -276,14 +294,35 @@ def check_token(block: Any, x_bd: Tensor) -> None:
     if not isinstance(x_bd, Tensor) or x_bd.dim() != 2:
         given = tuple(x_bd.shape) if isinstance(x_bd, Tensor) else type(x_bd).__name__
         raise ValueError(f"step takes one token, x_bd of 2 axes (batch, d_model = {block.d_model}), got {given}")
+    weight = entry_weight(block)
+    if weight is None or type(weight) in PLAIN_TENSORS:
+        # A share of a weight is whole, and what comes to it of its dtype, only inside of a call.
+        check_width(block, "x_bd", x_bd)
 
 
-def one_each(name: str, flags_b: Tensor) -> Tensor:
-    """Flags of one token for each row, as `forward` takes them."""
-    if not isinstance(flags_b, Tensor) or flags_b.dim() != 1:
-        given = tuple(flags_b.shape) if isinstance(flags_b, Tensor) else type(flags_b).__name__
-        raise ValueError(f"{name} needs 1 axis (batch), got {given}")
-    return flags_b[:, None]
+def resets(reset_b: Tensor | None, x_b: Tensor) -> Options:
+    """Which rows start afresh before one token, as `forward` takes it."""
+    if reset_b is None:
+        return {}
+    if not isinstance(reset_b, Tensor) or tuple(reset_b.shape) != (len(x_b),):
+        given = tuple(reset_b.shape) if isinstance(reset_b, Tensor) else type(reset_b).__name__
+        raise ValueError(f"reset_b needs 1 axis (batch = {len(x_b)}), got {given}")
+    if reset_b.is_floating_point() or reset_b.is_complex():
+        raise ValueError(f"reset_b has to be boolean, got {reset_b.dtype}")
+    return {"reset_bs": reset_b[:, None]}
+
+
+def none_of(flags_b: Tensor) -> bool:
+    """Whether none is set, where looking costs nothing: no device to wait for, no compiler or gradient to mislead."""
+    if not flags_b.is_cpu or type(flags_b) is not Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return not torch._C._are_functorch_transforms_active() and not flags_b.any()
+
+
+def check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """That what is to be handed down to blocks is what they know."""
+    if any(name not in OPTIONS for name in options):
+        check_known(f"{type(module).__name__}.forward() got an unexpected keyword argument", options, OPTIONS)
 
 
 def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:

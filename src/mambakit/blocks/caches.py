@@ -129,7 +129,7 @@ def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{wanted}, got {index_b!r}") from error
     check_readable("index_b", index_b)
-    if index_b.numel() == 0:
+    if index_b.numel() == 0 and index_b.dtype != torch.bool:
         index_b = index_b.long()
     if index_b.dim() != 1 or index_b.dtype not in (torch.bool, torch.int32, torch.int64):
         raise ValueError(f"{wanted}, got {index_b.dtype} of shape {tuple(index_b.shape)}")

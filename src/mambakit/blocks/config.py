@@ -3,11 +3,14 @@
 import json
 import math
 import reprlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
+
+from mambakit.blocks.words import check_known
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -17,6 +20,11 @@ class Config:
     """Base of the frozen config dataclasses."""
 
     __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __new__(cls, *values: Any, **fields: Any) -> "Self":
+        check_fields(cls, fields)
+        return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; an infinity is the string `"inf"`."""
@@ -24,10 +32,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Self":
-        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # a dataclass
-        unknown = sorted(values.keys() - known)
-        if unknown:
-            raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        check_fields(cls, values)
         return cls(**{name: from_plain(value) for name, value in values.items()})
 
     def to_json(self) -> str:
@@ -40,7 +45,6 @@ class Config:
 
 class _Wide(Config):
     __slots__ = ()
-    __dataclass_fields__: ClassVar[dict[str, Any]]
     d_model: int
 
 
@@ -110,9 +114,24 @@ def called(hint: Any) -> str:
     return names.get(hint, f"a {hint.__name__}")
 
 
+def check_fields(kind: type[Config], given: Iterable[str]) -> None:
+    check_known(f"{kind.__name__} has no field", given, kind.__dataclass_fields__)
+
+
+def check_config(module: Any, config: Any, kind: type[Config]) -> None:
+    """ValueError unless a module was given the config that it is made from."""
+    if not isinstance(config, kind):
+        raise ValueError(f"{type(module).__name__} takes a {kind.__name__}, got a {type(config).__name__}")
+
+
 def check_positive(config: Any, *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
+        value: Any = getattr(config, name)
+        field = config.__dataclass_fields__.get(name)
+        whole = field is not None and field.type is int
+        kind: Any = Integral if whole else Real
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"{name} = {value!r} has to be {'a whole number' if whole else 'a number'}")
         if not value > 0:
             raise ValueError(f"{name} = {value} has to be positive")
 

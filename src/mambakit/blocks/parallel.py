@@ -113,6 +113,15 @@ class Parallel(Block[ParallelConfig, ParallelCache]):
         y_bsd = y_bsd + other_bsd
         return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), ParallelCache(after_a, after_b)
 
+    def step(
+        self, x_bd: Tensor, cache: ParallelCache | None = None, *, reset_b: Tensor | None = None
+    ) -> tuple[Tensor, ParallelCache]:
+        """One token; rows of `reset_b` start afresh before it."""
+        for part in (self.a, self.b):
+            if isinstance(part, Block):
+                block.check_token(part, x_bd)
+        return super().step(x_bd, cache, reset_b=reset_b)
+
     def run(
         self,
         x_bsd: Tensor,

@@ -16,6 +16,8 @@ Stop = int | Sequence[int | Sequence[int]]
 
 def read_prompts(ids: Ids, mask_bs: Tensor | None, vocab_size: int) -> list[list[int]]:
     """The prompts of a call; ValueError where there is none, or one that a model of `vocab_size` cannot read."""
+    if isinstance(ids, str | bytes):
+        raise ValueError("ids is text, expected token ids, which a tokenizer makes of it")
     if isinstance(ids, Tensor):
         check_readable("ids", ids)
     given = one_by_one(ids) if mask_bs is None else without_padding(ids, mask_bs)

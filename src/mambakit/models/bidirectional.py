@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mambakit.blocks.block import Options, check_flags, check_packing
+from mambakit.blocks.block import Options, check_flags, check_options, check_packing
 from mambakit.blocks.caches import select
+from mambakit.blocks.config import check_config
 from mambakit.models.class_tokens import ClassTokens, check_one_sequence, plan_levels
 from mambakit.models.flow import Flow, calls
 from mambakit.models.multi_gate import Residual
@@ -48,6 +49,8 @@ class BidirectionalConfig(StackConfig):
     @property
     def order(self) -> tuple[int, ...]:
         """The weights of each virtual layer, straight and reverse in turn."""
+        if self.virtual is None and self.n_layer % 2:
+            raise ValueError(f"n_layer = {self.n_layer} is odd; two directions need an even number of layers")
         virtual = StridedCyclic(self.n_layer) if self.virtual is None else self.virtual
         if not isinstance(virtual, PairSchedule):
             raise ValueError(
@@ -85,6 +88,7 @@ class BidirectionalStack(nn.Module):
         self, config: BidirectionalConfig, *, checkpoint_layers: bool = False, device: Any = None, dtype: Any = None
     ):
         super().__init__()
+        check_config(self, config, BidirectionalConfig)
         self.config = config
         self.order = config.order
         self.checkpoint_layers = checkpoint_layers
@@ -117,6 +121,7 @@ class BidirectionalStack(nn.Module):
         `reset_bs` and `cu_seqlens` part sequences for both directions; a reset at the first token concerns only what
         the straight direction starts from. Class latents have outputs of their own.
         """
+        check_options(self, options)
         mask_bs = options.get("mask_bs")
         flow, caches = Flow(enter(self, x_bsd, mask_bs), mask_bs), check_slots(self, cache)
         if options.get("reset_bs") is not None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mambakit.blocks.block import Options
-from mambakit.blocks.config import check_positive
+from mambakit.blocks.block import Options, check_options, resets
+from mambakit.blocks.config import check_config, check_positive
 from mambakit.blocks.modules import Linear
 from mambakit.models.layer import make_norm
 from mambakit.models.stack import Stack, StackCache, StackConfig
@@ -69,6 +69,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig, *, device: Any = None, dtype: Any = None):
         super().__init__()
+        check_config(self, config, ModelConfig)
         self.config = config
         made = {"device": device, "dtype": dtype}
         self.backbone = Backbone(config, **made)
@@ -98,18 +99,21 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, StackCache]:
         """Logits over the real vocabulary, and the cache after the last token; `options` are a block's."""
         check_axes("ids_bs", ids_bs, "batch", "sequence")
+        check_options(self, options)
         with SsdPath.of(options.get("path")).around():
             x_bsd, after = self.backbone(self.embed(ids_bs), cache, **options)
             return self.logits(x_bsd), after
 
-    def step(self, ids_b: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
-        """One token."""
+    def step(
+        self, ids_b: Tensor, cache: StackCache | None = None, *, reset_b: Tensor | None = None
+    ) -> tuple[Tensor, StackCache]:
+        """One token; rows of `reset_b` start afresh before it."""
         check_axes("ids_b", ids_b, "batch")
         if self.backbone.levels:
             # Without cursors, a step leaves class latents out and a call does not.
-            x_bd, after = self.backbone.step(self.embed(ids_b), cache)
+            x_bd, after = self.backbone.step(self.embed(ids_b), cache, reset_b=reset_b)
             return self.logits(x_bd), after
-        logits_bsw, after = self(ids_b[:, None], cache)
+        logits_bsw, after = self(ids_b[:, None], cache, **resets(reset_b, ids_b))
         return logits_bsw[:, 0], after
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -139,15 +143,15 @@ def check_axes(name: str, ids: Tensor, *axes: str) -> None:
         given = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         needs = f"{len(axes)} {'axis' if len(axes) == 1 else 'axes'} ({', '.join(axes)})"
         raise ValueError(f"{name} needs {needs}, got {given}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {ids.dtype}, expected {torch.int64}")
 
 
 def wrong_ids(ids: Tensor, vocab_size: int) -> str | None:
     """Why they have no embeddings, or None if that has other reasons."""
-    if ids.dtype not in (torch.int32, torch.int64):
-        return f"ids_bs is {ids.dtype}, expected {torch.int64}"
     if ids.numel() == 0:
         return None
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
-        return f"ids_bs holds ids from {low} to {high}, but the vocabulary is 0 to {vocab_size - 1}"
+        return f"the ids go from {low} to {high}, but the vocabulary is 0 to {vocab_size - 1}"
     return None

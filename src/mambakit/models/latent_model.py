@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mambakit.blocks.block import Options, check_flags, check_projected
-from mambakit.blocks.config import check_positive
+from mambakit.blocks.block import Options, check_flags, check_options, check_projected, resets
+from mambakit.blocks.config import check_config, check_positive
 from mambakit.models.class_tokens import (
     ClassCache,
     ClassTokens,
@@ -62,6 +62,7 @@ class LatentModel(nn.Module):
     def __init__(self, config: LatentConfig, *, device: Any = None, dtype: Any = None, **options: Any):
         """`options`, `grad_horizon` and `checkpoint_layers`, are the stack's."""
         super().__init__()
+        check_config(self, config, LatentConfig)
         self.config = config
         made = {"device": device, "dtype": dtype}
         d_model = config.d_model
@@ -86,21 +87,27 @@ class LatentModel(nn.Module):
         With a cache from `fresh_cache`, the sequence continues where it stands; without one, `x_bsI` is all of it.
         """
         self.check_input(x_bsI, 3)
+        check_options(self, options)
         with SsdPath.of(options.get("path")).around():
             if self.class_tokens is not None:
                 return self.advance(x_bsI, cache, options)
             x_bsd, after = self.stack(self.in_proj(x_bsI), cache, **options)
             return self.out(x_bsd), after
 
-    def step(self, x_bI: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
-        """One token. With a cursor also the rows around it; the output is that of the last of them."""
+    def step(
+        self, x_bI: Tensor, cache: StackCache | None = None, *, reset_b: Tensor | None = None
+    ) -> tuple[Tensor, StackCache]:
+        """One token; rows of `reset_b` start afresh before it.
+
+        With a cursor also the rows around it; the output is that of the last of them.
+        """
         self.check_input(x_bI, 2)
         if self.class_tokens is not None:
             if isinstance(cache, ClassCache):
-                y_bsO, after = self(x_bI[:, None], cache)
+                y_bsO, after = self(x_bI[:, None], cache, **resets(reset_b, x_bI))
                 return y_bsO[:, -1], after
             check_step_without_cursors(self.class_tokens)
-        x_bd, cache = self.stack.step(self.in_proj(x_bI), cache)
+        x_bd, cache = self.stack.step(self.in_proj(x_bI), cache, reset_b=reset_b)
         return self.out(x_bd), cache
 
     def step_infinite(self, x_bI: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mambakit.blocks.block import Options
+from mambakit.blocks.block import Options, resets
 from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.family import family_of
 from mambakit.blocks.mlp import MLPConfig
@@ -93,9 +93,9 @@ class Layer(nn.Module):
                 leaving.append(after)
             return total(deltas), self.together(leaving)
 
-    def step(self, x_bd: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """One token."""
-        delta_bsd, cache = self(x_bd[:, None], cache)
+    def step(self, x_bd: Tensor, cache: Any = None, *, reset_b: Tensor | None = None) -> tuple[Tensor, Any]:
+        """One token; rows of `reset_b` start afresh before it."""
+        delta_bsd, cache = self(x_bd[:, None], cache, **resets(reset_b, x_bd))
         return delta_bsd[:, 0], cache
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:

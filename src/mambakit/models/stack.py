@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from mambakit.blocks import family
-from mambakit.blocks.block import Options, check_flags, check_input, check_token
-from mambakit.blocks.config import BlockConfig, Config, check_positive, check_types
+from mambakit.blocks.block import Options, check_flags, check_input, check_options, check_token, resets
+from mambakit.blocks.config import BlockConfig, Config, check_config, check_positive, check_types
 from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.models import schedules
@@ -74,7 +74,7 @@ class StackConfig(Config):
         elif self.block is None:
             raise ValueError("give block and n_layer, or layers with the blocks of each, and got neither")
         else:
-            family_of(self.block)
+            check_block(self.block)
         check_types(self, "virtual")  # `order` says what it can be
         check_positive(self, "n_layer", "norm_eps", "residual_scale")
         if self.n_layer > schedules.MOST_LAYERS:
@@ -100,7 +100,7 @@ class StackConfig(Config):
             raise ValueError(f"layers = {layers!r} has to be a tuple of layers, each a tuple of blocks' configs")
         for i, blocks in enumerate(layers):
             for block in blocks:
-                family_of(block)
+                check_block(block)
                 if block.d_model != layers[0][0].d_model:
                     wide = f"d_model = {block.d_model}, and the first has {layers[0][0].d_model}"
                     raise ValueError(f"a {type(block).__name__} of layer {i} has {wide}; all blocks share one width")
@@ -158,6 +158,12 @@ class StackConfig(Config):
         return super(StackConfig, cls).from_dict({**values, **made})
 
 
+def check_block(config: Any) -> None:
+    kind = family_of(config).config
+    if not isinstance(config, kind):
+        raise ValueError(f"block is a {type(config).__name__} itself, expected its {kind.__name__}: block.config")
+
+
 class Stack(nn.Module):
     """Layers with the call, step, cache and mask contract of a block.
 
@@ -181,6 +187,7 @@ class Stack(nn.Module):
         dtype: Any = None,
     ):
         super().__init__()
+        check_config(self, config, StackConfig)
         self.config = config
         self.order = config.order
         self.grad_horizon = grad_horizon
@@ -222,6 +229,7 @@ class Stack(nn.Module):
         Class latents have outputs of their own. A cache from `fresh_cache` continues the sequence where it stands; with
         no cache, or one without cursors, `x_bsd` is the whole sequence.
         """
+        check_options(self, options)
         if not self.is_plain:
             return self.advance(x_bsd, cache, options)
         mask_bs = options.get("mask_bs")
@@ -233,14 +241,20 @@ class Stack(nn.Module):
             after.append(leaving)
         return without_absent(x_bsd, mask_bs), tuple(after)
 
-    def step(self, x_bd: Tensor, cache: StackCache | None = None) -> tuple[Tensor, StackCache]:
-        """One token. With a cursor also the rows around it; the output is that of the last of them."""
+    def step(
+        self, x_bd: Tensor, cache: StackCache | None = None, *, reset_b: Tensor | None = None
+    ) -> tuple[Tensor, StackCache]:
+        """One token; rows of `reset_b` start afresh before it.
+
+        With a cursor also the rows around it; the output is that of the last of them.
+        """
         check_token(self, x_bd)
+        options = resets(reset_b, x_bd)
         if self.levels and not isinstance(cache, ClassCache):
             check_step_without_cursors(*(level for _, level in self.latents()))
-            flow, after = run(self, Flow(enter(self, x_bd[:, None])), check_slots(self, cache), calls(self, {}))
+            flow, after = run(self, Flow(enter(self, x_bd[:, None])), check_slots(self, cache), calls(self, options))
             return flow.x[:, 0], after
-        y_bsd, after = self(x_bd[:, None], cache)
+        y_bsd, after = self(x_bd[:, None], cache, **options)
         return y_bsd[:, -1], after
 
     def step_infinite(self, x_bd: Tensor) -> Tensor:
@@ -300,8 +314,8 @@ def check_slots(stack: Any, cache: StackCache | None) -> StackCache:
     n = len(stack.order)
     if cache is None:
         return (None,) * n
-    if hasattr(cache, "_fields"):
-        raise ValueError(f"a stack's cache is a tuple of its layers' caches, got a {type(cache).__name__}")
+    if not isinstance(cache, tuple | list) or hasattr(cache, "_fields"):
+        raise ValueError(f"cache has to be a tuple of {n} layers' caches or None, got a {type(cache).__name__}")
     if len(cache) != n:
         raise ValueError(f"the cache is of {len(cache)} layers, but this stack has {n}")
     return cache

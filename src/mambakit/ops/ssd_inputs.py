@@ -1,4 +1,4 @@
-"""The seeds' input bundles: chunked tensors with their names, each a filling of the core."""
+"""burn-mamba's input bundles: chunked tensors with their names, each a filling of the core."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace

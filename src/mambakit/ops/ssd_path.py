@@ -103,7 +103,7 @@ class SsdPath:
     def default_optimal_from_block(cls, block: _HasSizes) -> "SsdPath":
         return cls().optimal_for(block)
 
-    # The seeds' older helpers. "Core" is minimal there, "chunked" serial.
+    # burn-mamba's older helpers. "Core" is minimal there, "chunked" serial.
 
     @classmethod
     def core_optimal(cls, state_rank: int, per_head_dim: int) -> "SsdPath":
@@ -130,7 +130,7 @@ class SsdPath:
         return cls.serial_recalculated().optimal_for(block)
 
     def run(self, inputs: Any) -> Any:
-        """`inputs.run(self)`, in the seeds' word order."""
+        """`inputs.run(self)`, in burn-mamba's word order."""
         return inputs.run(self)
 
 

@@ -1,4 +1,4 @@
-"""The seeds' own agreement tests: their shapes, data and tolerances, for all three bundles; and their path helpers."""
+"""burn-mamba's own agreement tests: their shapes, data and tolerances, for all three bundles; and its path helpers."""
 
 from itertools import combinations
 from types import SimpleNamespace
