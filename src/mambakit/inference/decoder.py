@@ -247,6 +247,11 @@ class Decoder:
         for chain in self._chains:
             chain.settled = chain.counted
 
+    def expect(self, tokens: int) -> None:
+        """Make room for chains of so many tokens, so that the first one need not."""
+        if self._states.make_places(len(self._states.places) + 2 * tokens):
+            self._decoding.move(self._states.of_kernels())
+
     def accept(self, row: int, tokens: int) -> None:
         """A row stands after so many tokens of its last chain; until the next, or `cache`, it may be told otherwise."""
         chain = self._chains[row]

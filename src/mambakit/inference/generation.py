@@ -18,7 +18,7 @@ from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, Stops
 from mambakit.inference.rows import Group, choose
 from mambakit.inference.sampling import Sampler, check_count, row_seeds
-from mambakit.inference.speculation import Speculation, speculates, speculation
+from mambakit.inference.speculation import Speculation, make_source
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.backends import check_backend, use_backend
 
@@ -122,7 +122,7 @@ class Stream(Iterator[Tensor]):
         self._given: list[Tensor] = []
         self._is_behind = False
         """Whether tokens are given out that are not in the cache yet."""
-        self._speculates = speculate if speculates(speculate, model, len(prompts), backend) else None
+        self._source = make_source(speculate, model, prompts, backend)
         self._speculation: Speculation | None = None
         self._group: Group | None = None
         begun = time.perf_counter()
@@ -196,9 +196,8 @@ class Stream(Iterator[Tensor]):
 
     def _make_group(self) -> Group:
         decoder: Any = self._decoder or make_decoder(self._model, self._backend, len(self._requests))
-        if self._speculates is not None:
-            (request,) = self._requests
-            decoder = self._speculation = speculation(self._speculates, decoder, request.ids, self._prefill_seconds)
+        if self._source is not None:
+            decoder = self._speculation = Speculation(decoder, self._source, seconds=self._prefill_seconds)
         group = Group(decoder, device_of(self._model))
         group.load(self._requests, self._prompt_cache)
         self._prompt_cache = self._decoder = None

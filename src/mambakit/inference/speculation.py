@@ -18,13 +18,13 @@ from mambakit.models.language_model import LanguageModel
 from mambakit.ops.decode import DECODE
 
 KINDS = ("off", "auto", "ngram")
-LENGTHS = (2, 3, 4, 6, 8, 12, 16)
-"""Tokens in a call, the one that is sure among them."""
+LENGTHS = (2, 4, 8, 12, 16)
+"""Tokens in a call, the one that is sure among them. Products take them four at a time."""
 MOST_LOST = 0.04
 """Of a generation's time, what guesses may have cost."""
 TOKEN_TAKES = 0.25
 """Until calls are measured: what each more token is taken to add to one, in steps."""
-FORGOTTEN = 256
+FORGOTTEN = 128
 """Calls after which a time is no longer known."""
 
 
@@ -36,18 +36,21 @@ class Times:
         """And when that was, as a number of calls."""
         self._calls = 0
 
-    def add(self, length: int, seconds: float) -> None:
+    def add(self, length: int, seconds: float) -> float:
+        """Take note of a call; what it took, without what something else did in between."""
         self._calls += 1
-        expected = self._known(length)
-        if expected is not None:
-            # Once in a while something else takes the time.
-            seconds = expected + 0.2 * (min(seconds, 2 * expected) - expected)
-        self._of[length] = seconds, self._calls
+        recent = seconds
+        if self.has_step:
+            expected, share = self.of(length), 0.5 if self._known(length) is None else 0.2
+            seconds = min(seconds, 2 * expected)
+            recent = expected + share * (seconds - expected)
+        self._of[length] = recent, self._calls
+        return seconds
 
     def of(self, length: int) -> float:
         """Of lengths without a call lately, what shorter ones make of it. There has been a step."""
         step, shorter = self._known(1) or 0.0, [n for n in LENGTHS if n <= length and self._known(n) is not None]
-        if not shorter:
+        if length == 1 or not shorter:
             return step * (1 + TOKEN_TAKES * (length - 1))
         takes = self._known(shorter[-1]) or 0.0
         return takes + (takes - step) / (shorter[-1] - 1) * (length - shorter[-1])
@@ -92,6 +95,7 @@ class Speculation:
 
     def load(self, cache: Any) -> None:
         self._decoder.load(cache)
+        self._decoder.expect(LENGTHS[-1])
         self._forget()
 
     def step(self, ids_b: Tensor) -> Tensor:
@@ -143,23 +147,26 @@ class Speculation:
         return best if may else 1
 
     def _count(self, seconds: float, length: int) -> None:
-        self._spent += seconds
         step = self._times.of(1)
         if length:
-            self._times.add(length, seconds)
+            seconds = self._times.add(length, seconds)
+        self._spent += seconds
         if length != 1:
             # Gains are not saved up: a text that was easy to guess says little about the next part of it.
             self._lost = max(0.0, self._lost + seconds - step)
 
 
-def speculation(kind: "str | LanguageModel", decoder: Decoder, ids: Sequence[int], seconds: float) -> Speculation:
-    """Guesses from the text so far, which `ids` begin, or of a model."""
-    source = Draft(kind, ids) if isinstance(kind, LanguageModel) else Ngrams(ids)
-    return Speculation(decoder, source, seconds=seconds)
+def make_source(
+    asked: str | LanguageModel, model: LanguageModel, prompts: Sequence[Sequence[int]], backend: str
+) -> Source | None:
+    """What guesses, having read the prompt, if anything does. What is asked for by name does, or it is a ValueError."""
+    if not speculates(asked, model, len(prompts), backend):
+        return None
+    (ids,) = prompts
+    return Draft(asked, ids) if isinstance(asked, LanguageModel) else Ngrams(ids)
 
 
-def speculates(asked: "str | LanguageModel", model: LanguageModel, rows: int, backend: str) -> bool:
-    """Whether guesses are made: those asked for by name are, or it is a ValueError."""
+def speculates(asked: str | LanguageModel, model: LanguageModel, rows: int, backend: str) -> bool:
     if isinstance(asked, LanguageModel):
         own, other = model.config.vocab_size, asked.config.vocab_size
         if own != other:
