@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks.config import BlockConfig, check_divides, check_positive
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.mlp import MLP, MLPConfig, activate, check_activation
 from mambakit.blocks.modules import Linear
@@ -47,6 +47,7 @@ class MoEConfig(BlockConfig):
     """Of the shared expert and the projections around the experts, which have none."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive(self, "d_model", "d_hidden", "n_experts", "top_k", "scale", "groups", "top_groups")
         check_activation(self.activation)
         if self.d_latent is not None:
@@ -201,8 +202,8 @@ class MoE(Stateless[MoEConfig]):
         order_N = expert_N.argsort()
         token_N = order_N // config.top_k
         counts_e = count(expert_N, torch.ones_like(expert_N), config.n_experts)
-        hidden = activate(grouped_product(x_nX[token_N], self.experts_in, counts_e), config.gated, config.activation)
-        y_NX = grouped_product(hidden, self.experts_out, counts_e)
+        hidden = activate(apply_experts(self.experts_in, x_nX[token_N], counts_e), config.gated, config.activation)
+        y_NX = apply_experts(self.experts_out, hidden, counts_e)
         weighted_NX = y_NX * routing.weight_nc.flatten()[order_N, None]
         zeros_nX = weighted_NX.new_zeros(x_nX.shape)
         return zeros_nX.index_add(0, token_N, weighted_NX).to(y_NX.dtype)
@@ -215,6 +216,11 @@ class MoE(Stateless[MoEConfig]):
         tokens = present_n.sum().clamp(min=1)
         chosen_e = count(expert_nc.flatten(), present_n.repeat_interleave(self.config.top_k), self.config.n_experts)
         return self.config.n_experts / self.config.top_k * (chosen_e @ (present_n @ score_ne)) / tokens**2
+
+
+def apply_experts(experts: Tensor | nn.Module, x_Ni: Tensor, counts_e: Tensor) -> Tensor:
+    """The product of each row with its expert's matrix; quantized ones are a module."""
+    return experts(x_Ni, counts_e) if isinstance(experts, nn.Module) else grouped_product(x_Ni, experts, counts_e)
 
 
 def count(expert_N: Tensor, weight_N: Tensor, n_experts: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from mambakit.checkpoints import gguf
 from mambakit.checkpoints.adapters import base_of, is_adapter, load_lora
-from mambakit.checkpoints.files import CONFIG, DTYPES, find_directory, read_tensors
+from mambakit.checkpoints.files import CONFIG, DTYPES, PACKED, find_directory, read_tensors
 from mambakit.checkpoints.fitting import (
     EMBEDDING,
     HEAD,
@@ -20,6 +20,7 @@ from mambakit.checkpoints.fitting import (
 from mambakit.checkpoints.formats import FORMATS, read_config, with_choices, write_config
 from mambakit.checkpoints.hub import HUB
 from mambakit.checkpoints.names import Names, Renamed, renamed, rules
+from mambakit.checkpoints.quantized import FIELD, formats_of, refuse_quantized
 from mambakit.checkpoints.writing import replacing, write_json, write_tensors
 from mambakit.models.language_model import LanguageModel
 from mambakit.models.lora import adapters, merge_lora
@@ -60,11 +61,12 @@ def load_model(
             given = {"a_activation": a_activation, "norm_group_size": norm_group_size, "dt_limit": dt_limit}
             return merge_lora(load_lora(load_model(base_of(place), dtype=dtype, device=device, **given), place))
         name, found = read_config(place / CONFIG)
-        tensors = with_embedding_called(found.names.embedding, read_tensors(place))
+        stored = read_tensors(place, PACKED if found.quantization else DTYPES)
+        tensors = with_embedding_called(found.names.embedding, stored)
     config = with_choices(name, found, a_activation=a_activation, norm_group_size=norm_group_size, dt_limit=dt_limit)
     embedding = found.names.embedding
     try:
-        model = empty_model(config, tensors, embedding, dtype)
+        model = empty_model(config, tensors, embedding, dtype, found.quantization)
         table = list(rules(model, found.names))
         check_tensors(model, tensors, table, embedding)
     except ValueError as error:
@@ -85,6 +87,8 @@ def save_model(
 ) -> None:
     """Write the model to a directory, for `load_model`, the official package or transformers to read.
 
+    A quantized model is written in the format "mambakit", and read with the same bits.
+
     The directory is replaced whole or not at all. It has to be new, empty or hold a checkpoint, whose files give way to
     the new ones. Weights are divided into files of at most `max_shard_bytes`: by default 5 GB, and without limit for
     "official", whose package reads one file only. A model that the format cannot express raises ValueError.
@@ -101,17 +105,20 @@ def save_model(
         raise ValueError(
             "the model has adapters; save_lora saves them, merge_lora(model) makes them part of its weights"
         )
-    written = write_config(model.config, format)
+    written, quantization = write_config(model.config, format), formats_of(model)
+    if quantization and format != "mambakit":
+        refuse_quantized(model, f'the format "{format}"')
+    values = {**written.values, FIELD: quantization} if quantization else written.values
     tensors = model.state_dict()
-    empty = empty_model(model.config, tensors, EMBEDDING, None)
+    empty = empty_model(model.config, tensors, EMBEDDING, None, quantization)
     check_tensors(empty, tensors, list(rules(empty, Names())))
     kind = FORMATS.get(format, FORMATS["transformers"])
     if model.config.tie_embeddings and not kind.stores_tied_head:
-        del tensors[HEAD]
+        tensors.pop(HEAD, None)  # a quantized head is one of its own
     tensors = renamed(tensors, list(rules(empty, written.names)))
     with replacing(Path(directory), _is_checkpoint) as fresh:
         write_tensors(fresh, tensors, kind.weights, max_shard_bytes)
-        write_json(fresh / CONFIG, written.values)
+        write_json(fresh / CONFIG, values)
 
 
 def _is_checkpoint(directory: Path) -> bool:

@@ -4,6 +4,7 @@ It is made for plain models in float32 on the CPU, their projections in float32 
 stands in a model's way; such a model is stepped module by module.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -398,7 +399,7 @@ def why_not_tensors(model: LanguageModel) -> str | None:
     for name, shape in shapes_of(model).items():
         tensor = tensors.get(name)
         if tensor is None:
-            found: Any = stored_shape(model, name)
+            found: Any = stored_shape(model, name, shape)
         elif tensor.dtype == torch.float32 and few_rows.is_plain(tensor):
             found = tuple(tensor.shape)
         else:
@@ -408,14 +409,16 @@ def why_not_tensors(model: LanguageModel) -> str | None:
     return None
 
 
-def stored_shape(model: LanguageModel, name: str) -> tuple[int, int] | str:
-    """Of the quantized weight of that name, if it is one."""
+def stored_shape(model: LanguageModel, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | str:
+    """Of the quantized weight of that name, if it is one; matrices of a stack are one after the other there."""
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
-    if own != "weight" or not isinstance(module, PROJECTIONS):
+    module = module if own == "weight" else getattr(module, own, None)
+    if not isinstance(module, PROJECTIONS):
         return "missing"
     stored = module.stored()
-    return stored.weight.shape[0], stored.columns
+    found = stored.weight.shape[0], stored.columns
+    return shape if found == (math.prod(shape[:-1]), shape[-1]) else found
 
 
 def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:

@@ -139,6 +139,14 @@ def byte_tokenizer(end: int) -> dict[str, Any]:
     }
 
 
+def is_special(tokens: Tokens, text: str) -> bool:
+    """Whether `text` is one token that stands for no text of its own."""
+    if not isinstance(tokens, TokenizerFile):
+        return False
+    added = tokens._tokenizer.get_added_tokens_decoder().values()
+    return any(one.content == text and one.special for one in added)
+
+
 def read_tokens(model_dir: Path, chosen: str | None = None) -> Tokens:
     """What a model's directory says of its text. `chosen` is `"bytes"` or a tokenizer file, and comes first."""
     if chosen is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mambakit.blocks.config import Config, check_positive
+from mambakit.blocks.config import Config, check_positive, check_types
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -48,6 +48,7 @@ class TrainSettings(Config):
     """Steps of the run that may be passed over because loss or gradients are no finite numbers."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive(self, "steps", "batch", "seq_len", "accumulate", "lr", "clip", "evaluate_every", "save_every")
         check_positive(self, "evaluate_bytes")
         if self.segment_len is not None:
