@@ -17,7 +17,7 @@ KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint format bench kernels headers sanitize sanitize-threads fuzz mutations torture wheel wheel-check clean
+.PHONY: demo test quick check lint format bench site kernels headers sanitize sanitize-threads fuzz mutations torture serve-proofs wheel wheel-check clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -99,6 +99,16 @@ KILLS ?= 1000
 torture: .venv/.ok kernels
 	rm -rf build/torture
 	PYTHONPATH=tests $(PY) tests/torture.py build/torture $(KILLS) $(SEED)
+
+# A server under 1,000 requests with secrets and cancellations, 1,000 parked sessions, 10,000 connections, 10,000 answers in forms, 300 kills.
+serve-proofs: .venv/.ok kernels
+	MAMBAKIT_PROOFS=1000 $(PY) -m pytest -n 0 -s tests/test_serve_proofs.py
+	MAMBAKIT_ANSWERS=1000 $(PY) -m pytest -n 0 tests/test_constraints.py -k whole
+	MAMBAKIT_KILLS=300 $(PY) -m pytest -n 0 tests/test_sessions.py -k killed
+
+# The documentation as a site, in build/site. A link that leads nowhere is an error.
+site: .venv/.ok-dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict
 
 # What others get: the sdist and this platform's wheel, as auditwheel passes it, and the README's tour, `train`, `generate`, `chat`
 # and more from it in a clean environment, in an empty folder and without a compiler. Then the same from the sdist,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import mambakit as mk
 from blocks import CONFIGS, random_cache, tokens
 from calls import OPERATIONS, tensors_of
+from fuzz_compat import official_call
 from fuzz_kinds import DTYPES, OTHER_DTYPES
 from mambakit import caches
 from mambakit.blocks.family import family_of
@@ -377,6 +378,14 @@ def config_call(draw: random.Random) -> Call:
     return Call("config", make_and_run, {"config": config, "number": draw.randrange(1 << 30)}, None)
 
 
+def compat_call(draw: random.Random) -> Call:
+    name, run, arguments = official_call(draw)
+    if draw.random() < 0.1:
+        # An unknown activation is a NotImplementedError, as officially.
+        arguments[draw.choice([name for name in arguments if name != "activation"])] = junk(draw)
+    return Call(name, run, arguments, run)
+
+
 CALLS: dict[Callable[[random.Random], Call], int] = {
     operation_call: 10,
     block_call: 6,
@@ -386,5 +395,6 @@ CALLS: dict[Callable[[random.Random], Call], int] = {
     generation_call: 2,
     engine_call: 2,
     config_call: 1,
+    compat_call: 4,
 }
 """What is drawn, and how often."""

@@ -175,12 +175,12 @@ def numbers(tensor: Tensor) -> Tensor:
 
 
 def widened(value: Any) -> Any:
-    """The same numbers as plain float64 tensors."""
+    """The same numbers as plain float64 tensors of their own."""
 
     def widen(tensor: Tensor) -> Tensor:
         tensor = numbers(tensor)
         if tensor.is_complex():
             return tensor.to(torch.complex128)
-        return tensor.double() if tensor.is_floating_point() else tensor
+        return tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     return tree_map_only(Tensor, widen, value)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import transformers
 
 TOKENS = {"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -79,11 +78,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def theirs(name: str, **changed: Any) -> Any:
+def fields(name: str) -> dict[str, Any]:
+    """Of a config."""
     kind, options = KINDS[name]
-    sizes = {"hidden_size": 32} if kind == "FalconMamba" else SIZES
+    return {**TOKENS, **({"hidden_size": 32} if kind == "FalconMamba" else SIZES), **options}
+
+
+def theirs(name: str, **changed: Any) -> Any:
+    import transformers  # which takes seconds, and who only wants fields need not wait
+
+    kind, _ = KINDS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, kind + "Config")(**{**TOKENS, **sizes, **options, **changed})
+    config = getattr(transformers, kind + "Config")(**{**fields(name), **changed})
     model = getattr(transformers, kind + "ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 import mambakit as mk
+from hybrid_models import fields
+from mambakit.checkpoints.hub import HUB
 from mambakit.cli.main import main
 from mambakit.models.multi_gate import MultiGateConfig
 from mambakit.models.schedules import Custom, Cyclic
@@ -31,6 +33,7 @@ from trainer_cases import make_tokenizer
 
 SECONDS, MEMORY, PATIENCE = 5.0, 2**30, 15
 HEADS = {"d_model": 16, "state_rank": 8, "per_head_dim": 8}
+PARALLEL = mk.ParallelConfig(mk.Mamba2Config(**HEADS), mk.AttentionConfig(16, 4, 2, rope_theta=100.0, window=9))
 VALUES: list[Any] = [
     *(0, 1, -1, 2, 3, 255, 10**4, 10**5, 10**6, 10**9, 10**12, 2**31, 2**63 - 1, 2**63, 2**64, 10**100, -(2**63)),
     *(0.5, 1.5, -0.0, 1e-320, 1e20, 1e308, float("inf"), float("-inf"), float("nan")),
@@ -49,13 +52,14 @@ RUNS_CODE = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Po
 
 def sources(folder: Path) -> list[Path]:
     """Whole checkpoints of each format to be damaged."""
-    made = {
+    made: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "own": (mk.Mamba3Config(**HEADS), {}, {}),
         "wrapped": (
             mk.Mamba2Config(**HEADS, dt_limit=(0.0, 9.0)),
             {"virtual": Custom((0, 1, 0)), "multi_gate": MultiGateConfig(n_streams=2), "stack_latents": ("start", 3)},
             {},
         ),
+        "hybrid": (None, {"layers": ((PARALLEL, mk.MLPConfig(16, 24)), (mk.MoEConfig(16, 8, 4, 2),))}, {}),
         "parts": (mk.Mamba1Config(d_model=16, state_rank=8), {"virtual": Cyclic(5)}, {"max_shard_bytes": 9000}),
         "official": (mk.Mamba2Config(**HEADS), {}, {"format": "official"}),
         "transformers": (mk.Mamba2Config(**HEADS), {}, {"format": "transformers", "max_shard_bytes": 20_000}),
@@ -65,11 +69,17 @@ def sources(folder: Path) -> list[Path]:
     for name, (block, options, saving) in made.items():
         if not (folder / name).exists():
             torch.manual_seed(0)
-            model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=300, **options))
+            short = {} if block is None else {"block": block, "n_layer": 2}
+            model = mk.LanguageModel(mk.ModelConfig(**short, vocab_size=300, **options))
             _, _, bits = name.partition("-")
             mk.save_model(mk.quantize(model, int(bits)) if bits else model, folder / name, **saving)
             TokenizerFile(make_tokenizer(folder)).save(folder / name) if name == "own" else Bytes().save(folder / name)
-    return [folder / name for name in made]
+    for name, kind in HUB.items():
+        if not (folder / name).exists():
+            model = mk.LanguageModel(kind.read({**fields(name), "vocab_size": 300}).config())
+            mk.save_model(model, folder / name, format=name)
+            Bytes().save(folder / name)
+    return [folder / name for name in (*made, *HUB)]
 
 
 def places(tree: Any, at: tuple = ()) -> list[tuple]:

@@ -238,6 +238,17 @@ def test_a_file_that_is_no_cache_says_so(tmp_path, damage):
         caches.load(path)
 
 
+@pytest.mark.parametrize(
+    "structure", ["[" * 100_000, '{"list": [' * 990 + '{"tensor": "a"}' + "]}" * 990, "[1]", "3", "{"]
+)
+def test_hostile_structures_say_so(tmp_path, structure):
+    save_file({"a": torch.ones(2)}, tmp_path / "cache", {"mambakit_cache": "1", "structure": structure})
+    with pytest.raises(ValueError, match="holds a cache whose structure does not fit its tensors"):
+        caches.load(tmp_path / "cache")
+    with pytest.raises(ValueError, match="device is 'nowhere', which torch does not know"):
+        caches.load(tmp_path / "cache", device="nowhere")
+
+
 def test_tensors_beyond_the_structure_are_refused(tmp_path):
     path = tmp_path / "cache"
     caches.save([torch.ones(2)], path)

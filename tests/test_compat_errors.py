@@ -17,12 +17,14 @@ INNER = ("mamba_ssm", "mamba_inner_fn")
 SISO = (f"{MAMBA3}.mamba3_siso_combined", "mamba3_siso_combined")
 MIMO = ("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo", "mamba3_mimo")
 NORM = ("mamba_ssm.ops.triton.layer_norm", "layer_norm_fn")
+VARLEN = ("causal_conv1d.causal_conv1d_varlen", "causal_conv1d_varlen_states")
 z = torch.zeros
 
 U = (z(2, 4, 5), z(2, 4, 5), z(4, 3))
 SEQUENCE = (z(2, 5, 4, 2), z(2, 5, 4), z(4), z(2, 5, 1, 3), z(2, 5, 1, 3), 64)
 TURNED = (z(1, 5, 1, 8), z(1, 5, 1, 8), z(1, 5, 2, 4), z(1, 2, 5), z(1, 2, 5), z(1, 2, 5), z(2, 8), z(2, 8))
 IDS = torch.zeros(2, 5, dtype=torch.int32)
+INNER_OF = (z(2, 8, 5), z(4, 1, 3), None, z(7, 4), z(4, 1), z(3, 4), None, z(4, 3))
 
 CALLS = {
     "channels of A": (SCAN, (*U[:2], z(5, 3), z(4, 3), z(4, 3)), {}, "axis 'i' is 5 in A_ir but 4 in u_bis"),
@@ -56,6 +58,27 @@ CALLS = {
                "rotary_dim_divisor"),
     "residual": (NORM, (z(2, 4), z(4), None), {"residual": z(3, 4)}, r"residual has shape \(3, 4\) but x has \(2, 4\)"),
     "rowscale": (NORM, (z(2, 4), z(4), None), {"x1": z(2, 4), "rowscale": z(2)}, "rowscale does not go with x1"),
+    "weight": (NORM, (z(2, 4), z(3), None), {}, r"weight has shape \(3,\), expected \(4,\)"),
+    "bias": (NORM, (z(2, 4), z(4), z(1, 4)), {"is_rms_norm": True}, r"bias has shape \(1, 4\), expected \(4,\)"),
+    "no tensor": (NORM, (z(2, 4), z(4), 3), {}, "bias has to be a tensor, got int"),
+    "flag": (NORM, (z(2, 4), z(4), None), {"prenorm": z(2, 2)}, "prenorm is a tensor, expected True or False"),
+    "integers": (NORM, (IDS, z(5), None), {}, "x is torch.int32, expected float16"),
+    "optional tensor": (SCAN, (*U, z(4, 3), z(4, 3)), {"D": [1.0]}, "D has to be a tensor, got list"),
+    "flags for z": (STEP, (z(2, 4, 5), z(2, 4), z(2, 4), z(4, 5), z(2, 5), z(2, 5)), {"z": z(2, 4) > 0},
+                    "is torch.bool, expected floating-point numbers"),
+    "sparse states": (CONV, (z(2, 4, 5), z(4, 3)), {"initial_states": z(2, 4, 2).to_sparse()}, "a sparse_coo tensor"),
+    "meta": (INNER, (*INNER_OF[:3], z(7, 4, device="meta"), *INNER_OF[4:]), {}, "x_proj_weight is on meta"),
+    "narrow projection": (INNER, (*INNER_OF[:3], z(6, 4), *INNER_OF[4:]), {}, "do not go with A's 4 channels"),
+    "out": (INNER, (*INNER_OF[:5], z(3, 5), *INNER_OF[6:]), {}, "axis 'i' is 4 in A_ir but 5 in out_proj_weight_di"),
+    "dtype of a projection": (INNER, (*INNER_OF[:3], z(7, 4).half(), *INNER_OF[4:]), {}, "is torch.float16 but xz"),
+    "shared memory": (UPDATE, (z(2, 4), z(1, 4, 2).expand(2, 4, 2), z(4, 3)), {}, "has entries in the same memory"),
+    "rows on meta": (UPDATE, (z(2, 4), z(3, 4, 2), z(4, 3)), {"conv_state_indices": IDS[0].to("meta")},
+                     "conv_state_indices is on meta but x on cpu"),
+    "packed on meta": (VARLEN, (z(5, 4, device="meta"), torch.tensor([0, 5]), 3), {}, "there are none on meta"),
+    "length of a state": (VARLEN, (z(5, 4), torch.tensor([0, 5]), -1), {}, "state_len is -1"),
+    "axes of D": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(()), 64), {"headdim": 2}, r"^D \(\), conv"),
+    "width out": (SPLIT, (z(2, 5, 34), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "outproj_weight": z(3, 9)},
+                  "axis 'q' is 9 in outproj_weight_dq"),
     "dropout": (NORM, (z(2, 4), z(4), None), {"dropout_p": 1.5}, "dropout_p = 1.5 has to be"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 
 import pytest
 
@@ -66,15 +67,58 @@ def test_long_conversations_have_ends_first_and_last():
         "{{ ''.__class__.__mro__ }}",
         "{{ cycler.__init__.__globals__ }}",
         "{{ messages.append(1) }}",
+        "{{ 'a' * 90000 * 90000 }}",
+        "{% set l = ['a' * 90000] * 90000 %}{{ l }}",
+        "{% set l = ['a' * 90000] * 90000 %}{{ l | string }}",
+        "{% set l = ['a' * 90000] * 90000 %}{{ l | tojson }}",
+        "{% set l = ['a' * 90000] * 90000 %}{{ l ~ 'a' }}",
+        "{% set l = [1] * 90000 %}{{ [l] * 90000 }}",
+        "{{ messages | tojson(indent=90000) }}",
+        "{{ ('a\\n' * 90000) | indent(90000) }}",
+        "{{ ('a ' * 90000) | wordwrap(1, true, 'b' * 90000) }}",
+        "{{ ('http://a.b ' * 90000) | urlize(rel='a' * 90000) }}",
+        "{{ ('\\t' * 90000).expandtabs(90000) }}",
+        "{{ ('a' * 90000).translate({97: 'b' * 90000}) }}",
+        "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+        "{{ ('{:1000000000}' | attr('format'))(1) }}",
+        "{{ ([[1] * 9000] * 9000) | sum(start=[]) }}",
+        "{{ lipsum(n=90000) }}",
+        "{{ (range(99999) | list * 99) | unique | list }}",
         "{{ 1 / 0 }}",
         "{{ nothing.there }}",
     ],
 )
 def test_a_hostile_template_ends_early(source):
     began = time.monotonic()
-    with pytest.raises(ValueError, match="the chat template"):
-        Chat(Bytes(), source).text(TALK)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="the chat template"):
+            Chat(Bytes(), source).text(TALK)
+        assert tracemalloc.get_traced_memory()[1] < 2**29
+    finally:
+        tracemalloc.stop()
     assert time.monotonic() - began < 8
+
+
+@pytest.mark.parametrize("messages", [[1], [{}], [{"role": 3}], "x", {"role": "user"}], ids=str)
+def test_what_are_no_messages(messages):
+    for template in (None, MARKED):
+        with pytest.raises(ValueError, match="messages have to be a list of objects, each with a role"):
+            Chat(Bytes(), template).render(messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ [1, 2] | sum }}{{ messages | sum('n', 1) }}", "313"),
+        ("{{ 'a\\nb' | indent(2) }}", "a\n  b"),
+        ("{{ messages[0] | string }}{{ [messages] }}", "{'n': 12, 'role': 'user'}[[{'n': 12, 'role': 'user'}]]"),
+        ("{{ messages | tojson(indent=1) }}", '[\n {\n  "n": 12,\n  "role": "user"\n }\n]'),
+        ("{{ 'ab' * 2 ~ [1] * 2 }}{{ 'a'.center(3) }}", "abab[1, 1] a "),
+    ],
+)
+def test_what_is_small_is_made(source, text):
+    assert Chat(Bytes(), source).text([{"n": 12, "role": "user"}]) == text
 
 
 def test_what_a_folder_says(tmp_path):

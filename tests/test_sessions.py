@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 
 from blocks import CONFIGS
 from mambakit import LanguageModel, ModelConfig, generate, load_model, save_model, stream
+from mambakit.blocks import caches
 from mambakit.inference import Engine, State
 from mambakit.inference.sessions import UNFINISHED, Sessions, identity
 from test_caches import assert_same
 
-KILLS = 30
+KILLS = int(os.environ.get("MAMBAKIT_KILLS", "30"))
 KEYS = ["", "a", "A", "a/b", "../../outside", "..", "\0", "\n", "käse 🧀", "\ud800", "x" * 10_000, "unfinished", "key"]
 
 
@@ -349,3 +351,37 @@ def killed_while_parking(folder: Path) -> None:
 
 if __name__ == "__main__":
     killed_while_parking(Path(sys.argv[1]))
+
+
+def test_what_is_no_state(tmp_path):
+    sessions, state = Sessions(tmp_path), State((1, 2), torch.ones(1, 3), (torch.ones(1, 2),))
+    for wrong in (None, (1, 2), state._replace(ids=(1.5,)), state._replace(ids=(-1,)), state._replace(ids=(2**64,))):
+        with pytest.raises(ValueError, match="expected the State of a request, with token ids"):
+            sessions.park("a", wrong)  # type: ignore[arg-type]
+    assert len(sessions) == 0
+
+
+@pytest.mark.parametrize(
+    "content", [[None, "ids", 3, None], [None], (1, 2, 3, 4), [None, torch.ones(2), torch.ones(1), None]], ids=str
+)
+def test_caches_that_are_no_states(tmp_path, content):
+    """A whole file with the right checksum that `park` did not write."""
+    sessions = Sessions(tmp_path)
+    sessions.park("a", State((1, 2), torch.ones(1, 3), (torch.ones(1, 2),)))
+    caches.save(content, tmp_path / "made")
+    made = (tmp_path / "made").read_bytes()
+    (sessions._folder("a") / f"00000009.{zlib.crc32(made):08x}.safetensors").write_bytes(made)
+    with pytest.raises(ValueError, match="holds no state of a session"):
+        sessions.resume("a")
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    sessions, state = Sessions(tmp_path), State((1, 2), torch.ones(1, 3), (torch.ones(1, 2),))
+    sessions.park("a", state)
+    (sessions._folder("a") / "mine.safetensors").write_bytes(b"x")
+    (tmp_path / "stray").mkdir()
+    (tmp_path / "stray" / "00000001.00000000.safetensors").write_bytes(b"")
+    sessions.park("a", state)
+    assert sessions.resume("a").ids == (1, 2)
+    assert sessions.keys() == ["a"]
+    assert len(sessions) == 1

@@ -210,6 +210,8 @@ class Layout(NamedTuple):
 def lay_out(
     mask_bs: Tensor | None, cu_seqlens: Tensor | None, b: int, s: int, rows: int, device: torch.device
 ) -> Layout:
+    if device.type == "meta":
+        raise ValueError("where tokens lie in masked or packed rows is read from numbers, and there are none on meta")
     count = b * s
     tokens_n = torch.arange(count, device=device)
     present_n = torch.ones(count, dtype=torch.bool, device=device) if mask_bs is None else mask_bs.flatten().bool()

@@ -20,6 +20,12 @@ ROUTERS = ("softmax", "softmax_chosen", "sigmoid")
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig(BlockConfig):
+    """Experts, how a token's are chosen and what they weigh.
+
+    Examples:
+        >>> config = mk.MoEConfig(64, 128, n_experts=8, top_k=2, d_shared=128)
+    """
+
     d_model: int
     d_hidden: int
     """Of each expert."""
@@ -101,6 +107,11 @@ class MoE(Stateless[MoEConfig]):
     """Of `n_experts` MLPs each token goes to `top_k`, and the sum of what they return, weighted, is its output.
 
     The experts are `experts_in[e]` and `experts_out[e]`, as `fc1` and `fc2` of an MLP. Only those chosen are computed.
+
+    Examples:
+        >>> y_bsd, _ = mk.MoE(mk.MoEConfig(64, 128, n_experts=8, top_k=2))(torch.randn(2, 10, 64))
+        >>> y_bsd.shape
+        torch.Size([2, 10, 64])
     """
 
     config_class = MoEConfig

@@ -32,6 +32,11 @@ def save_lora(model: nn.Module, directory: str | os.PathLike[str], *, base: str 
     `base` says where the model itself is to be found: with it, `load_model(directory)` gives the merged model.
 
         mk.save_lora(model, "adapter", base="run/model")
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=257))
+        >>> mk.save_lora(mk.add_lora(model, rank=4), "adapter")
     """
     found = dict(adapters(model))
     if not found:
@@ -60,6 +65,12 @@ def load_lora(model: Model, directory: str | os.PathLike[str]) -> Model:
 
     model = mk.load_lora(mk.load_model("base"), "run/adapter")
     merged = mk.merge_lora(model)
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=257))
+        >>> mk.save_lora(mk.add_lora(model, rank=4), "adapter")
+        >>> again = mk.load_lora(mk.LanguageModel(model.config), "adapter")
     """
     place = Path(directory)
     values = _read_config(place)

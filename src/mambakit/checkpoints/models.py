@@ -47,6 +47,13 @@ def load_model(
     ("heavy_tail" or "softplus") says what official Mamba-3 checkpoints do not, `norm_group_size` what Mamba-2 ones of
     transformers do not, `dt_limit` what Nemotron's do not. Whatever does not fit raises ValueError, and no code from
     the files is run.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> mk.save_model(model, "another-model")
+        >>> mk.load_model("another-model", dtype=torch.bfloat16).config == model.config
+        True
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype} is not one of {', '.join(map(str, DTYPES))}")
@@ -92,6 +99,12 @@ def save_model(
     The directory is replaced whole or not at all. It has to be new, empty or hold a checkpoint, whose files give way to
     the new ones. Weights are divided into files of at most `max_shard_bytes`: by default 5 GB, and without limit for
     "official", whose package reads one file only. A model that the format cannot express raises ValueError.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> mk.save_model(model, "my-model", format="official")
+        >>> again = mk.load_model("my-model")
     """
     if format not in FORMATS and format not in HUB:
         raise ValueError(f"format = {format!r} is unknown; choose from {', '.join((*FORMATS, *HUB))}")

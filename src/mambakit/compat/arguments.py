@@ -12,7 +12,7 @@ from torch import Tensor
 from mambakit.checkpoints.fields import renamed
 from mambakit.checkpoints.official import BLOCK, WIDTH
 from mambakit.ops.activations import softplus
-from mambakit.ops.shapes import check_tensors
+from mambakit.ops.shapes import check_beside, check_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,14 +46,26 @@ def in_the_order(names: str, like: Callable[..., Any]) -> Callable[[Callable[...
 
 
 def of_tensors(function: Function) -> Function:
-    """Makes ValueErrors of arguments that are no tensors where the signature says `Tensor`."""
+    """Makes ValueErrors of arguments that are no tensors where the signature says `Tensor`, or do not go together."""
     parameters = signature(function).parameters
     required = [name for name, parameter in parameters.items() if parameter.annotation is Tensor]
+    optional = [name for name, parameter in parameters.items() if parameter.annotation == Tensor | None]
+    flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **options}
-        check_tensors({name: given[name] for name in required if name in given})
+        tensors = {name: given[name] for name in required if name in given}
+        tensors |= {name: given[name] for name in optional if given.get(name) is not None}
+        check_tensors(tensors)
+        first = next(iter(tensors), "")
+        for name, tensor in tensors.items():
+            # Ids and bounds may come from anywhere.
+            if tensor.is_floating_point() or tensor.is_meta:
+                check_beside(first, tensors[first], name, tensor)
+        for name in flags:
+            if isinstance(given.get(name), Tensor):
+                raise ValueError(f"{name} is a tensor, expected True or False")
         return function(*args, **options)
 
     return cast(Function, called)
@@ -62,6 +74,13 @@ def of_tensors(function: Function) -> Function:
 def through_apply(name: str, function: Callable[..., Any]) -> Any:
     """A class that stands for an official `autograd.Function`: its `apply` is the function."""
     return type(name, (), {"__doc__": f"`{name}.apply` is `{function.__name__}`.", "apply": staticmethod(function)})
+
+
+def check_channels(x: Tensor, **named: Tensor | None) -> None:
+    """That these have an entry for each of the last axis of `x`."""
+    for name, tensor in named.items():
+        if tensor is not None and tensor.shape != x.shape[-1:]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(x.shape[-1:])}")
 
 
 def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
@@ -109,6 +128,9 @@ def by_version(activation: str | None, *others: Any) -> tuple[Any, ...]:
 
 def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors as they are, or all in float64 if one of them is. Official functions mix dtypes freely."""
+    for t in tensors:
+        if t is not None and not (t.is_floating_point() or t.is_complex()):
+            raise ValueError(f"a tensor of shape {tuple(t.shape)} is {t.dtype}, expected floating-point numbers")
     if not any(t is not None and t.dtype in (torch.float64, torch.complex128) for t in tensors):
         return tensors
     return tuple(None if t is None else t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tensors)

@@ -30,6 +30,7 @@ EXTENSIONS = {
 TRITON = "ops.triton."
 # As it is now: `--cpu` lets it say yes.
 has_gpu = torch.cuda.is_available
+NOW = "GenerateDecoderOnlyOutput"
 GONE = ("GreedySearchDecoderOnlyOutput", "SampleDecoderOnlyOutput")
 """What `utils.generation` of older copies imports from transformers, which has one class for all ways now."""
 
@@ -155,7 +156,7 @@ def restore_names() -> None:
         return
     for name in GONE:
         if not hasattr(generation, name):
-            setattr(generation, name, generation.GenerateDecoderOnlyOutput)
+            setattr(generation, name, getattr(generation, NOW))
 
 
 def exists(own_name: str) -> bool:

@@ -5,12 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks.block import Layout, check_packing, lay_out
+from mambakit.ops.shapes import check_readable, check_tensors
 
 
 def segments_of(seq_idx: Tensor | None, batch: int, length: int) -> Tensor | None:
     """Ids that never decrease. The official ones may: only where they change counts."""
     if seq_idx is None:
         return None
+    check_tensors({"seq_idx": seq_idx})
     if tuple(seq_idx.shape) != (batch, length):
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected {(batch, length)}: one id per token")
     if seq_idx.is_floating_point() or seq_idx.dtype == torch.bool:
@@ -27,6 +29,7 @@ def hide_padding(y_bsX: Tensor, seq_idx: Tensor | None) -> Tensor:
 
 def end_of(cu_seqlens: Tensor, length: int) -> int:
     """Where the last packed sequence ends: before `length` if padding follows it."""
+    check_readable("cu_seqlens", cu_seqlens)
     readable = cu_seqlens.dim() == 1 and len(cu_seqlens) > 1 and not cu_seqlens.is_floating_point()
     end = int(cu_seqlens[-1]) if readable else length
     return end if 0 <= end < length else length

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mambakit.ops.shapes import check_readable
+
 
 class Slots:
     """The row of the state that each row of the batch continues; None: the same one.
@@ -12,8 +14,11 @@ class Slots:
 
     def __init__(self, name: str, slot_b: Tensor | None, state: Tensor, batch: int):
         self.slot_b = None
+        if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
+            raise ValueError(f"a state of strides {state.stride()} has entries in the same memory; clone() it first")
         if slot_b is None:
             return
+        check_readable(name, slot_b)
         if tuple(slot_b.shape) != (batch,) or slot_b.is_floating_point() or slot_b.dtype == torch.bool:
             given = f"{slot_b.dtype} of shape {tuple(slot_b.shape)}"
             raise ValueError(f"{name} is {given}, expected {batch} integers: a row of the state for each row of x")

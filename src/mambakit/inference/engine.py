@@ -36,6 +36,16 @@ class Engine:
     the least left to read: a short one does not wait for a long one, nor a long one for ever. `prefill_rows` of them
     are read in one pass. More than one is faster where prompts are short, but torch's products add in an order that may
     depend on the others, so what a request gets does too, by rounding.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> requests = [engine.add([72, 105], 5, seed=1), engine.add([87, 104, 121], 3, temperature=0)]
+        >>> engine.run()
+        >>> [len(request.tokens) for request in requests]
+        [5, 3]
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mambakit.blocks.caches import concat, select
-from mambakit.inference.constraints import Constraint, constrained
+from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import make_decoder
 from mambakit.inference.engine import check_model, reading_backend
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
@@ -17,8 +17,8 @@ from mambakit.inference.prompts import Ids, Stop, read_prompts, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, Stops
 from mambakit.inference.rows import Group, choose
-from mambakit.inference.sampling import Sampler, check_count, penalise, row_seeds
-from mambakit.inference.speculation import KINDS, Speculation, close, why_not
+from mambakit.inference.sampling import Sampler, check_count, row_seeds
+from mambakit.inference.speculation import Speculation, speculates, speculation
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.backends import check_backend, use_backend
 
@@ -45,9 +45,22 @@ class Stream(Iterator[Tensor]):
     which raises `ValueError` where a model is not made for that, `"auto"` by the fastest that applies.
 
     `speculate="ngram"` computes several tokens at a time where the text repeats itself, for one prompt; `"auto"` does
-    so where it applies. Tokens stay those of `"off"`.
+    so where it applies, and a smaller model of the same tokens guesses what comes next itself. Tokens stay those of
+    `"off"`.
 
     Gradients are not recorded, but caches are ordinary tensors that later calls may go on from with gradients.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> run = mk.stream(model, [72, 105], max_new_tokens=4, seed=1)
+        >>> for token_b in run:
+        ...     print(token_b.shape)
+        torch.Size([1])
+        torch.Size([1])
+        torch.Size([1])
+        torch.Size([1])
+        >>> more_bs = mk.generate(model, [33], max_new_tokens=2, cache=run.cache)
     """
 
     def __init__(
@@ -71,7 +84,7 @@ class Stream(Iterator[Tensor]):
         backend: str = "auto",
         constraint: dict[str, Any] | None = None,
         tokenizer: Any = None,
-        speculate: str = "off",
+        speculate: str | LanguageModel = "off",
     ):
         check_count("max_new_tokens", max_new_tokens, least=0)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -109,7 +122,7 @@ class Stream(Iterator[Tensor]):
         self._given: list[Tensor] = []
         self._is_behind = False
         """Whether tokens are given out that are not in the cache yet."""
-        self._speculates = speculates(speculate, model, len(prompts))
+        self._speculates = speculate if speculates(speculate, model, len(prompts), backend) else None
         self._speculation: Speculation | None = None
         self._group: Group | None = None
         begun = time.perf_counter()
@@ -154,8 +167,6 @@ class Stream(Iterator[Tensor]):
             raise StopIteration
         with torch.no_grad():
             self._take_in()
-            if self._speculation is not None:
-                self._make_exact(self._speculation)
             for request, reason in zip(self._going, choose(self._going, self._logits_aw), strict=True):
                 if request.error is not None:
                     self._going = []
@@ -185,41 +196,24 @@ class Stream(Iterator[Tensor]):
 
     def _make_group(self) -> Group:
         decoder: Any = self._decoder or make_decoder(self._model, self._backend, len(self._requests))
-        if self._speculates:
+        if self._speculates is not None:
             (request,) = self._requests
-            greedy, seconds = request.sampler.temperature == 0, self._prefill_seconds
-            decoder = self._speculation = Speculation(
-                self._model, decoder, request.ids, backend=self._backend, greedy=greedy, seconds=seconds
-            )
+            decoder = self._speculation = speculation(self._speculates, decoder, request.ids, self._prefill_seconds)
         group = Group(decoder, device_of(self._model))
         group.load(self._requests, self._prompt_cache)
         self._prompt_cache = self._decoder = None
         return group
 
-    def _make_exact(self, speculation: Speculation) -> None:
-        """Let single steps decide between logits that are almost equal."""
-        if speculation.is_exact:
-            return
-        (request,) = self._requests
-        may_1w, penalty = constrained(self._logits_aw, [request.constraint]), request.sampler.repetition_penalty
-        if penalty is not None:
-            may_1w = penalise(may_1w, request.seen(may_1w.shape[1])[None].to(may_1w.device), penalty)
-        if close(may_1w):
-            self._logits_aw = speculation.exact()
-
-
-def speculates(asked: str, model: LanguageModel, rows: int) -> bool:
-    """Whether guesses are made: those asked for by name are, or it is a ValueError."""
-    if asked not in KINDS:
-        raise ValueError(f"speculate is {asked!r}, expected one of {', '.join(map(repr, KINDS))}")
-    reason = None if asked == "off" else why_not(model, rows)
-    if asked == "ngram" and reason is not None:
-        raise ValueError(f'speculate="ngram": {reason}; "auto" leaves it out')
-    return asked != "off" and reason is None
-
 
 def generate(model: LanguageModel, ids: Ids, **options: Any) -> Tensor:
-    """The tokens that follow the prompts, `[batch, new]`: all that `Stream` gives with the same arguments."""
+    """The tokens that follow the prompts, `[batch, new]`: all that `Stream` gives with the same arguments.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> mk.generate(model, [[72, 105], [87, 104, 121]], max_new_tokens=8, temperature=0.8, seed=1).shape
+        torch.Size([2, 8])
+    """
     run = Stream(model, ids, **options)
     for _ in run:
         pass

@@ -23,14 +23,14 @@ class Known:
     def __init__(self, prefixes: PrefixCache, model: LanguageModel, passing: bool = False):
         self.prefixes, self.served = prefixes, prefixes.serve(model)
         self.passing = passing
-        """Whether states between pieces are kept too, as long as there is room."""
+        """Whether states between pieces are kept too, as long as there is room; prompts are read one by one then."""
 
 
 class Reading:
     """One prompt, or several that are read together: from their starts, from a `cache`, or from states that are known.
 
-    A prompt that is read alone is cut into pieces at multiples of `chunk` and where its states are kept, whatever else
-    goes on; so what is computed does not depend on that either.
+    A prompt that is read alone is cut into pieces of `chunk` tokens and where its states are kept, whatever else goes
+    on; so what is computed does not depend on that either.
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class Reading:
         rests = [request.ids[plan.reused : plan.cuts[-1] if plan.cuts else None] for request, plan in pairs]
         self._lengths = [len(rest) for rest in rests]
         longest = max(self._lengths)
-        if len(requests) == 1:
+        if known is not None and known.passing:
             (plan,) = self._plans
-            self._ends = [end - plan.reused for end in plan.pieces(chunk) if end > plan.reused]
+            self._ends = [end - plan.reused for end in plan.pieces(chunk)]
         else:
-            self._ends = [*range(chunk, longest, chunk), longest] if longest else []
+            cuts = [cut - self._plans[0].reused for cut in self._plans[0].cuts] if len(requests) == 1 else [longest]
+            self._ends = sorted({end for end in (*cuts, *range(chunk, longest, chunk)) if end > 0})
         filled = [rest + [0] * (longest - len(rest)) for rest in rests]
         self._ids_bs = torch.tensor(filled, dtype=torch.int64, device=device_of(model))
 

@@ -18,7 +18,20 @@ class Tokenizer(Protocol):
 
 
 class State(NamedTuple):
-    """Where a model stands after some tokens."""
+    """Where a model stands after some tokens.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5, keep_state=True)
+        >>> engine.run()
+        >>> more = engine.add([*request.state.ids, 33], max_new_tokens=5, state=request.state)
+        >>> engine.run()
+        >>> more.reused_tokens
+        7
+    """
 
     ids: tuple[int, ...]
     x_1d: Tensor
@@ -27,6 +40,19 @@ class State(NamedTuple):
 
 
 class LogProbs(NamedTuple):
+    """A token's log-probability, and those of the most likely ones.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5, logprobs=3)
+        >>> engine.run()
+        >>> request.logprobs[0].logprob < 0, len(request.logprobs[0].likeliest)
+        (True, 3)
+    """
+
     logprob: float
     """Of the token that came."""
     likeliest: dict[int, float]
@@ -34,7 +60,19 @@ class LogProbs(NamedTuple):
 
 
 class Request:
-    """One prompt and what follows it. Its fields may be read from any thread at any time."""
+    """One prompt and what follows it. Its fields may be read from any thread at any time.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5)
+        >>> while engine.step():
+        ...     pass
+        >>> request.done, request.finish_reason, request.reused_tokens
+        (True, 'length', 0)
+    """
 
     def __init__(
         self,
@@ -127,8 +165,15 @@ class Request:
         self.tell()
 
     def tell(self) -> None:
-        if self.on_token is not None:
+        """An `on_token` that raises ends its own request with that, and is not called again."""
+        if self.on_token is None:
+            return
+        try:
             self.on_token(self)
+        except Exception as error:
+            self.on_token, self.error = None, error
+            if not self.done:
+                self.finish("error", error)
 
 
 class Stops:

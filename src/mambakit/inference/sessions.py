@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -10,10 +11,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mambakit.blocks import caches
 from mambakit.checkpoints.writing import sync
@@ -23,6 +25,7 @@ from mambakit.inference.requests import State
 KEY = "key"
 """The file in a session's folder that holds its key, and by its time says when the session was last used."""
 STATES = ".safetensors"
+NAMED = re.compile(r"\d{8,}\.[0-9a-f]{8}" + re.escape(STATES))
 UNFINISHED = "unfinished"
 """The folder for what is being written; what lies there for longer than this belongs to nobody any more:"""
 UNFINISHED_SECONDS = 600
@@ -64,6 +67,8 @@ class Sessions:
 
     def park(self, key: str, state: State) -> None:
         """Store the state as the newest of its session; it is on the disk when this returns."""
+        if not isinstance(state, State) or not all(type(one) is int and 0 <= one < 2**63 for one in state.ids):
+            raise ValueError(f"state is a {type(state).__name__}, expected the State of a request, with token ids")
         ids_s = torch.tensor(list(state.ids), dtype=torch.int64)
         folder = self._folder(key)
         with self._unfinished() as fresh:
@@ -144,7 +149,7 @@ class Sessions:
 
     def _folders(self) -> list[Path]:
         with os.scandir(self.directory) as entries:
-            return [Path(entry) for entry in entries if entry.name != UNFINISHED and _states(Path(entry))]
+            return [Path(one) for one in entries if (Path(one) / KEY).is_file() and _states(Path(one))]
 
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
@@ -196,7 +201,7 @@ class Sessions:
             try:
                 if f"{_checksum(path):08x}" != path.name.split(".")[1]:
                     raise ValueError(f"{path} is damaged: its content does not have the checksum that its name says")
-                model, ids_s, x_1d, cache = caches.load(path)
+                model, ids_s, x_1d, cache = _parts(caches.load(path), path)
                 os.utime(path.parent / KEY)
             except FileNotFoundError:
                 continue  # newer ones took its place meanwhile
@@ -239,10 +244,19 @@ def identity(model: nn.Module) -> str:
     return hashlib.sha256(repr((getattr(model, "config", None), parts)).encode()).hexdigest()
 
 
+def _parts(content: Any, path: Path) -> tuple[Any, ...]:
+    """What `park` stores; ValueError for a cache that something else stored."""
+    if isinstance(content, list) and len(content) == 4:
+        _, ids_s, x_1d, _ = content
+        if isinstance(ids_s, Tensor) and ids_s.dim() == 1 and ids_s.dtype == torch.int64 and isinstance(x_1d, Tensor):
+            return tuple(content)
+    raise ValueError(f"{path} holds no state of a session")
+
+
 def _states(folder: Path) -> list[Path]:
     """The states of a session, oldest first."""
     try:
-        return sorted(folder / name for name in os.listdir(folder) if name.endswith(STATES))
+        return sorted(folder / name for name in os.listdir(folder) if NAMED.fullmatch(name))
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -20,6 +20,11 @@ def generate_text(
 
         model, tokenizer = mk.load_model("run"), mk.load_tokenizer("run")
         mk.generate_text(model, tokenizer, "Once ", max_new_tokens=50, temperature=0.8)
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=257))
+        >>> text = mk.generate_text(model, mk.load_tokenizer("bytes"), "Once upon", max_new_tokens=20, seed=1)
     """
     return "".join(stream_text(model, tokenizer, prompt, **options))
 
@@ -31,6 +36,12 @@ def stream_text(
 
     for piece in mk.stream_text(model, tokenizer, "Once "):
         print(piece, end="", flush=True)
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=257))
+        >>> pieces = mk.stream_text(model, mk.load_tokenizer("bytes"), "Once upon", max_new_tokens=20, seed=1)
+        >>> text = "".join(pieces)
     """
     if not isinstance(tokenizer, Tokenizer):
         raise ValueError(f"tokenizer is a {type(tokenizer).__name__}; load_tokenizer gives one")

@@ -71,6 +71,14 @@ def add_lora(model: Model, rank: int, *, alpha: float | None = None, targets: Se
 
         model = mk.add_lora(mk.load_model("run"), 8)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=257))
+        >>> model = mk.add_lora(model, rank=4)
+        >>> trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        >>> all("lora" in name for name in trained)
+        True
     """
     _check_plain(model)
     targets = [targets] if isinstance(targets, str) else list(targets)
@@ -102,6 +110,12 @@ def merge_lora(model: Model) -> Model:
     Outputs stay the same up to rounding. Every parameter can be trained afterwards.
 
         mk.save_model(mk.merge_lora(model), "merged")
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=257))
+        >>> model = mk.merge_lora(mk.add_lora(model, rank=4))
+        >>> mk.save_model(model, "merged")
     """
     found = dict(adapters(model))
     if not found:

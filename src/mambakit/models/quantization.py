@@ -236,6 +236,11 @@ def quantize(model: Model, bits: int = 8, group_size: int | None = None) -> Mode
     Quantized are the `nn.Linear` modules named in `PROJECTIONS` and the experts of mixtures. A head tied to the
     embedding becomes one of its own and the embedding stays. `group_size` is for 4 bits, 32 if not given. `save_model`
     writes such a model and `load_model` reads it, with the same bits.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> small = mk.quantize(model, bits=4, group_size=32)
     """
     if bits not in BITS:
         raise ValueError(f"bits is {bits!r}, expected 16, 8 or 4")

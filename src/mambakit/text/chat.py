@@ -1,16 +1,11 @@
 """Conversations as token ids: the chat template of a tokenizer's files, or a plain one. See docs/serving.md."""
 
-import functools
 import json
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
+from mambakit.text.templates import Template, make_environment
 from mambakit.text.tokens import Tokens
 
 Message = Mapping[str, Any]
@@ -19,12 +14,6 @@ Message = Mapping[str, Any]
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
-SECONDS = 2.0
-"""A template that takes longer to render is refused."""
-LONGEST_TEMPLATE = 1 << 20
-LONGEST_TEXT = 1 << 26
-LARGEST_NUMBER = 100_000
-"""Of what a template may repeat or pad by."""
 ENDS_LOOKED_FOR = 32
 CHARACTERS_ENCODED = 1 << 24
 """In looking for them, about."""
@@ -83,6 +72,10 @@ class Chat:
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Any] | None = None
     ) -> str:
         """ValueError where the template does not take these messages. `tools` are functions that may be called."""
+        if isinstance(messages, str | Mapping) or not all(
+            isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages
+        ):
+            raise ValueError("messages have to be a list of objects, each with a role")
         if tools:
             return self._write_tools(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return self._write(messages, add_generation_prompt=add_generation_prompt)
@@ -152,168 +145,6 @@ def read_chat(folder: Path, tokens: Tokens, vocab_size: int) -> Chat:
     stop_ids = [one for one in dict.fromkeys(stop_ids) if 0 <= one < vocab_size]
     start = [tokens.end] if tokens.end < vocab_size else []
     return Chat(tokens, template, named=special, start=start, stop_ids=stop_ids, tool_template=for_tools)
-
-
-class Template:
-    """A template in jinja's sandbox, with bounds on its time and on what it makes."""
-
-    def __init__(self, source: str, named: Mapping[str, str]):
-        if len(source) > LONGEST_TEMPLATE:
-            raise ValueError(f"the chat template has {len(source):,} characters; at most {LONGEST_TEMPLATE:,} are read")
-        import jinja2
-
-        self._errors = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
-        try:
-            self._template = make_environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ValueError(f"the chat template cannot be read: {error}") from error
-        self._named = dict(named)
-
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Any] | None = None
-    ) -> str:
-        pieces, length = [], 0
-        given: dict[str, Any] = {"messages": [dict(one) for one in messages], "tools": tools}
-        given["add_generation_prompt"] = add_generation_prompt
-        try:
-            with limited(SECONDS, self._template.filename or "<template>"):
-                for piece in self._template.generate(**self._named, **given):
-                    length += len(piece)
-                    if length > LONGEST_TEXT:
-                        raise ValueError(f"it makes more than {LONGEST_TEXT:,} characters")
-                    pieces.append(piece)
-        except self._errors as error:
-            raise ValueError(f"the chat template does not take these messages: {error}") from error
-        except (RecursionError, MemoryError) as error:
-            raise ValueError(f"the chat template needs too much: {type(error).__name__}") from error
-        return "".join(pieces)
-
-
-def make_environment() -> Any:
-    """jinja as chat templates expect it: transformers' settings, with nothing that reaches beyond the messages.
-
-    What could make much out of little (products, padding, joins) is bounded, so that a hostile template ends early.
-    """
-    from jinja2 import nodes
-    from jinja2.compiler import CodeGenerator
-    from jinja2.exceptions import SecurityError
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def check_size(*values: Any) -> None:
-        if any(isinstance(value, int | float) and abs(value) > LARGEST_NUMBER for value in values):
-            raise SecurityError(f"it computes with numbers above {LARGEST_NUMBER:,}")
-
-    def joined(parts: Iterable[Any], between: Any = "") -> str:
-        texts, length, between = [], 0, str(between)
-        for part in parts:
-            texts.append(str(part))
-            length += len(texts[-1]) + len(between)
-            if length > LONGEST_TEXT:
-                raise SecurityError(f"it makes more than {LONGEST_TEXT:,} characters")
-        return between.join(texts)
-
-    def replaced(text: Any, old: Any, new: Any, count: int = -1) -> str:
-        text, old, new = str(text), str(old), str(new)
-        return joined(text.split(old, -1 if count is None else count) if old else [text], new)
-
-    class Generation(Extension):
-        """`{% generation %}...{% endgeneration %}`, which marks what an assistant wrote, is what it encloses."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-    class Code(CodeGenerator):
-        def visit_Concat(self, node: Any, frame: Any) -> None:
-            self.write("environment.concat((")
-            for one in node.nodes:
-                self.visit(one, frame)
-                self.write(", ")
-            self.write("))")
-
-    class Bounded(ImmutableSandboxedEnvironment):
-        code_generator_class = Code
-        intercepted_binops = frozenset(("*", "**", "%", "+"))
-        concat = staticmethod(joined)
-
-        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            return not (isinstance(obj, str) and attr.startswith("format")) and super().is_safe_attribute(
-                obj, attr, value
-            )
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "%" and isinstance(left, str):
-                raise SecurityError("it formats text with %; ~ joins it")
-            if operator in ("*", "**"):
-                check_size(left, right)
-            if operator == "+" and isinstance(left, str | list | tuple) and len(left) > LONGEST_TEXT:
-                raise SecurityError("it makes too much")
-            return super().call_binop(context, operator, left, right)
-
-        def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-            check_size(*args, *kwargs.values())
-            owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
-            if isinstance(owner, str) and name == "join":
-                return joined(*args, between=owner)
-            if isinstance(owner, str) and name == "replace":
-                return replaced(owner, *args, **kwargs)
-            return super().call(context, called, *args, **kwargs)
-
-    def bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(filter)  # with the marks of what jinja passes to it
-        def called(*args: Any, **kwargs: Any) -> Any:
-            check_size(*args, *kwargs.values())
-            return filter(*args, **kwargs)
-
-        return called
-
-    def raise_exception(message: str) -> None:
-        raise ValueError(message)
-
-    def join(parts: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
-        return joined((part[attribute] for part in parts) if attribute else parts, d)
-
-    def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **more: Any) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **more)
-
-    environment = Bounded(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"], autoescape=False
-    )
-    del environment.filters["format"]
-    environment.filters |= {name: bounded(environment.filters[name]) for name in ("center", "indent", "batch", "slice")}
-    environment.filters |= {"tojson": bounded(to_json), "join": join, "replace": replaced}
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda format: datetime.now().strftime(format),
-    }
-    return environment
-
-
-@contextmanager
-def limited(seconds: float, filename: str) -> Iterator[None]:
-    """Whatever runs of a template in this thread meanwhile ends with ValueError when its time is over.
-
-    A loop in a template calls nothing that could look at the clock, so its lines do.
-    """
-    until = time.monotonic() + seconds
-    before = sys.gettrace()
-
-    def each_line(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.monotonic() > until:
-            raise ValueError(f"it takes longer than {seconds:g} s")
-        return each_line
-
-    def each_call(frame: FrameType, event: str, argument: Any) -> Any:
-        return each_line(frame, event, argument) if frame.f_code.co_filename == filename else None
-
-    sys.settrace(each_call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

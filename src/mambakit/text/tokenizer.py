@@ -14,7 +14,13 @@ PLACES = ("", "model", "adapter")
 
 
 class Tokenizer:
-    """`encode` and `decode` text; `apply_chat_template` writes conversations as the model's template does."""
+    """`encode` and `decode` text; `apply_chat_template` writes conversations as the model's template does.
+
+    Examples:
+        >>> tokenizer = mk.load_tokenizer("bytes")
+        >>> tokenizer.decode(tokenizer.encode("Hi"))
+        'Hi'
+    """
 
     def __init__(self, tokens: Tokens, chat: Chat):
         self.tokens, self.chat = tokens, chat
@@ -52,6 +58,10 @@ def load_tokenizer(path_or_hub_name: str | os.PathLike[str]) -> Tokenizer:
 
     tokenizer = mk.load_tokenizer("run")
     assert tokenizer.decode(tokenizer.encode("text")) == "text"
+
+    Examples:
+        >>> mk.load_tokenizer("bytes").encode("Hi")
+        [72, 105]
     """
     tokens, folder = find_tokens(path_or_hub_name)
     return Tokenizer(tokens, read_chat(folder, tokens, tokens.vocab_size))

@@ -116,6 +116,14 @@ class TokenizerFile:
         _describe(directory, TOKENIZER, self.end)
 
 
+def is_special(tokens: Tokens, text: str) -> bool:
+    """Whether `text` is one token that stands for no text of its own."""
+    if not isinstance(tokens, TokenizerFile):
+        return False
+    added = tokens._tokenizer.get_added_tokens_decoder().values()
+    return any(one.content == text and one.special for one in added)
+
+
 def byte_tokenizer(end: int) -> dict[str, Any]:
     """A `tokenizer.json` in which a token is a byte, whose id it is, and `end` is the end of a document.
 
@@ -137,14 +145,6 @@ def byte_tokenizer(end: int) -> dict[str, Any]:
         "decoder": level,
         "model": {"type": "BPE", "vocab": {chr(shown[byte]): byte for byte in range(256)}, "merges": []},
     }
-
-
-def is_special(tokens: Tokens, text: str) -> bool:
-    """Whether `text` is one token that stands for no text of its own."""
-    if not isinstance(tokens, TokenizerFile):
-        return False
-    added = tokens._tokenizer.get_added_tokens_decoder().values()
-    return any(one.content == text and one.special for one in added)
 
 
 def read_tokens(model_dir: Path, chosen: str | None = None) -> Tokens:

@@ -20,6 +20,8 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     A shorter sequence has zeros on the left.
     """
     bind(x_sv=x)
+    if type(state_len) is not int or state_len < 0:
+        raise ValueError(f"state_len is {state_len!r}, expected a whole number of at least 0")
     layout = packed(x[None], cu_seqlens)
     x_rlv = to_rows(layout, x[None])
     rows, slots, width = x_rlv.shape

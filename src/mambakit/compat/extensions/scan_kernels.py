@@ -50,9 +50,9 @@ def run(
     state_bir, outputs, kept = None, [], []
     for start in range(0, max(u.shape[-1], 1), CHUNK):
         tokens, numbers = (slice(k * start, k * (start + CHUNK)) for k in (1, 2 if A.is_complex() else 1))
-        at_bis = (u[..., tokens], delta[..., tokens])
-        per_token = (t if t.dim() == 2 else t[..., numbers] for t in (B, C))
-        y, state_bir = scan_from(state_bir, *at_bis, A, *per_token, D, None, delta_bias, delta_softplus)
+        B_now, C_now = (t if t.dim() == 2 else t[..., numbers] for t in (B, C))
+        at = (u[..., tokens], delta[..., tokens], A, B_now, C_now)
+        y, state_bir = scan_from(state_bir, *at, D, None, delta_bias, delta_softplus)
         decay_bir = torch.exp(total_bis[..., tokens][..., -1:] * A) if u.shape[-1] else torch.ones_like(state_bir)
         outputs.append(y)
         kept.append(torch.stack((decay_bir.to(state_bir.dtype), state_bir), dim=-1).flatten(-2))

@@ -57,7 +57,8 @@ def gated_rms_norm_ref(
 ) -> Tensor:
     """RMSNorm of groups of channels with a gate after it, or without `norm_before_gate` before it."""
     dtype = x.dtype
-    x, z = (at_least_float32(t) if upcast else t for t in (x, z))
+    if upcast:
+        x, z = at_least_float32(x), at_least_float32(z)
     if z is not None and not norm_before_gate:
         x = x * activated(z, "silu")
     groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))

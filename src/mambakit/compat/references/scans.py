@@ -285,4 +285,4 @@ def convolved(
 
 def stepped(dt: Tensor, bias: Tensor | None, is_softplus: bool) -> Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return torch.where(dt > 20, dt, torch.log1p(torch.exp(dt.clamp(max=20)))) if is_softplus else dt
+    return torch.logaddexp(dt, torch.zeros_like(dt)) if is_softplus else dt

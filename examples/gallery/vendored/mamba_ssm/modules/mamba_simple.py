@@ -1,6 +1,6 @@
 """A block with an option that the official one does not have."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import torch
 import torch.nn as nn
 from causal_conv1d import causal_conv1d_fn

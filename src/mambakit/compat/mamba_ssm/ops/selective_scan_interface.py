@@ -13,7 +13,7 @@ from mambakit.compat.mamba_ssm.ops.triton.layer_norm import layer_norm_fn
 from mambakit.compat.references.scans import bimamba_inner_ref, mamba_inner_ref, selective_scan_ref
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
-from mambakit.ops.shapes import bind
+from mambakit.ops.shapes import bind, check_floats
 
 __all__ = [
     "BiMambaInnerFn",
@@ -176,10 +176,21 @@ def prepared(
     for name, given, extras in (("B", B, (B_proj_bias, b_rms_weight)), ("C", C, (C_proj_bias, c_rms_weight))):
         if given is not None and any(extra is not None for extra in extras):
             raise ValueError(f"{name} was given: its projection's bias and norm weight have nothing to work on")
+    size = bind(x_proj_Ri=x_proj_weight, delta_proj_iq=delta_proj_weight, A_ir=A)
+    entries = A.shape[1] * (2 if A.is_complex() else 1)
+    own = size.q + entries * ((B is None) + (C is None))
+    if not torch.is_autocast_enabled(xz.device.type):
+        projections = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight}
+        check_floats({"xz": xz, **projections})
+    if xz.dim() != 3 or xz.shape[1] != 2 * size.i or own > size.R:
+        given = f"xz {tuple(xz.shape)}, x_proj_weight {tuple(x_proj_weight.shape)}"
+        raise ValueError(
+            f"{given} and delta_proj_weight {tuple(delta_proj_weight.shape)} do not go with A's {size.i} channels"
+        )
     x, z = xz.chunk(2, dim=1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
     assert isinstance(x, Tensor)
-    rank, entries = delta_proj_weight.shape[1], A.shape[1] * (2 if A.is_complex() else 1)
+    rank = size.q
     projected_bsR = F.linear(x.mT, x_proj_weight)
     delta_bsi = F.linear(projected_bsR[..., :rank], delta_proj_weight)
     if dt_rms_weight is not None:
@@ -206,7 +217,7 @@ def prepared(
 )
 def mamba_inner_fn(*, out_proj_weight: Tensor, out_proj_bias: Tensor | None, **given: Any) -> Tensor:
     """A Mamba-1 block after its input projection: `xz` (b, 2 i, s) to `out` (b, s, d)."""
-    return F.linear(mamba_inner_fn_no_out_proj(**given).mT, out_proj_weight, out_proj_bias)
+    return project_out(mamba_inner_fn_no_out_proj(**given), out_proj_weight, out_proj_bias)
 
 
 @of_tensors
@@ -220,6 +231,13 @@ def bimamba_inner_fn(*, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A
     absent = dict.fromkeys(("B", "C", "D", "delta_bias", "B_proj_bias", "C_proj_bias"))
     scanned = prepared(**{**absent, "delta_softplus": True, **given})
     y = selective_scan_fn(*scanned) + selective_scan_fn(*scanned.reversed(A_b)).flip(-1)
+    return project_out(y, out_proj_weight, out_proj_bias)
+
+
+def project_out(y: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None) -> Tensor:
+    bind(out_proj_weight_di=out_proj_weight, out_proj_bias_d=out_proj_bias, y_bis=y)
+    if not torch.is_autocast_enabled(y.device.type):
+        check_floats({"y": y, "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias})
     return F.linear(y.mT, out_proj_weight, out_proj_bias)
 
 

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks import modules
-from mambakit.compat.arguments import in_one_precision, in_the_order, of_tensors, through_apply
+from mambakit.compat.arguments import check_channels, in_one_precision, in_the_order, of_tensors, through_apply
 from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.gradients import pulled_back
 from mambakit.compat.references.norms import layer_norm_ref
 from mambakit.ops.norm import rms_norm
+from mambakit.ops.shapes import check_floats
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
 __all__ += ["LayerNormFn", "LayerNormLinearFn", "_layer_norm_bwd", "_layer_norm_fwd"]
@@ -54,6 +55,8 @@ def layer_norm_fn(
     for name, other in (("residual", residual), ("x1", x1)):
         if other is not None and other.shape != x.shape:
             raise ValueError(f"{name} has shape {tuple(other.shape)} but x has {tuple(x.shape)}")
+    check_channels(x, weight=weight, bias=bias, weight1=weight1, bias1=bias1)
+    check_floats({"x": x})
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide)
     if rowscale is not None:

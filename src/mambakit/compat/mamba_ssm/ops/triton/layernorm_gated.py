@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import modules
-from mambakit.compat.arguments import in_one_precision, in_the_order, of_tensors, through_apply
+from mambakit.compat.arguments import check_channels, in_one_precision, in_the_order, of_tensors, through_apply
 from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.gradients import pulled_back, written
 from mambakit.compat.mamba_ssm.ops.triton.layer_norm import statistics
 from mambakit.compat.references.norms import gated_rms_norm_ref as rms_norm_ref
-from mambakit.ops.norm import rms_norm
+from mambakit.ops.norm import check_group_size, rms_norm
+from mambakit.ops.shapes import check_floats
 
 __all__ = [
     "LayerNorm",
@@ -45,6 +46,8 @@ def layernorm_fn(
     The norm is taken over groups of `group_size` channels (None: all); `weight` and `bias` span the last axis.
     """
     dtype = x.dtype
+    check_channels(x, weight=weight, bias=bias)
+    check_floats({"x": x})
     x, weight, bias, z = in_one_precision(x, weight, bias, z)
     if z is not None and z.shape != x.shape:
         raise ValueError(f"z has shape {tuple(z.shape)} but x has {tuple(x.shape)}")
@@ -54,9 +57,7 @@ def layernorm_fn(
     if is_rms_norm:
         y = rms_norm(y, weight.to(wide), eps, group_size)
     else:
-        group_size = group_size or y.shape[-1]
-        if y.shape[-1] % group_size:
-            raise ValueError(f"group_size = {group_size} does not divide the {y.shape[-1]} channels of x")
+        group_size = check_group_size(group_size, y.shape[-1])
         y = F.layer_norm(y.unflatten(-1, (-1, group_size)), (group_size,), eps=eps).flatten(-2) * weight.to(wide)
     y = y if bias is None else y + bias
     return (y * gate if gate is not None and norm_before_gate else y).to(dtype)
@@ -138,11 +139,13 @@ def _layer_norm_bwd(
     out: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """`(dx, dweight, dbias, dz)`, and if asked for the output once more. The statistics are not read."""
-    options = (eps, group_size, norm_before_gate, is_rms_norm)
-    inputs = (x, weight, bias, z)
-    d_x, d_weight, d_bias, d_z = pulled_back(lambda *given: layernorm_fn(*given, *options), inputs, (dy,))
+
+    def forward(x: Any, weight: Any, bias: Any, z: Any) -> Tensor:
+        return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm)
+
+    d_x, d_weight, d_bias, d_z = pulled_back(forward, (x, weight, bias, z), (dy,))
     grads = (d_x, d_weight, d_bias, None if z is None else written(d_z, dz))
-    return (*grads, written(layernorm_fn(*inputs, *options).detach(), out)) if recompute_output else grads
+    return (*grads, written(forward(x, weight, bias, z).detach(), out)) if recompute_output else grads
 
 
 LayerNormFn = through_apply("LayerNormFn", layernorm_fn)

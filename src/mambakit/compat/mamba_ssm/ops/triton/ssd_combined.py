@@ -180,6 +180,17 @@ def mamba_split_conv1d_scan_combined(
     is applied alone, without `outproj_weight` the inner channels are returned.
     """
     check_activation(activation)
+    if (
+        D.dim() not in (1, 2)
+        or conv1d_weight.dim() != 2
+        or zxbcdt.dim() != 3
+        or type(ngroups) is not int
+        or ngroups < 1
+    ):
+        given = f"D {tuple(D.shape)}, conv1d_weight {tuple(conv1d_weight.shape)}, zxbcdt {tuple(zxbcdt.shape)}"
+        raise ValueError(
+            f"{given} and ngroups = {ngroups!r}, expected (h) or (h, p), (channels, k), (b, s, width) and a number"
+        )
     if D.dim() == 1 and headdim is None:
         raise ValueError("headdim has to be given when D has one entry per head")
     if outproj_bias is not None and outproj_weight is None:
@@ -218,6 +229,7 @@ def mamba_split_conv1d_scan_combined(
     if mlp:
         out = torch.cat((F.silu(z_mlp) * x_mlp, out), dim=-1)
     if outproj_weight is not None:
+        bind(out_bsq=out, outproj_weight_dq=outproj_weight, outproj_bias_d=outproj_bias)
         out = F.linear(out, outproj_weight, outproj_bias)
     return (out, final_states) if return_final_states else out
 
