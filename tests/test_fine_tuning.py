@@ -106,6 +106,7 @@ def test_a_schedule_that_falls_says_what_becomes_of_it(folder, tmp_path, capsys)
     assert json.loads((out / "run.json").read_text())["steps"] == 8
     assert main(["train", "--out", str(out), "--resume", "--steps=7"]) == 2
     assert "the run is at step 8 already; --steps 7 is behind it" in capsys.readouterr().err
+    assert json.loads((out / "run.json").read_text())["steps"] == 8
 
 
 def loss_of_answer(model, messages, place) -> tuple[float, int]:
