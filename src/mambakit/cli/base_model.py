@@ -12,6 +12,7 @@ from mambakit.blocks.mlp import MLPConfig
 from mambakit.blocks.parallel import ParallelConfig
 from mambakit.checkpoints import load_model
 from mambakit.checkpoints.files import find_directory
+from mambakit.checkpoints.quantized import refuse_quantized
 from mambakit.cli.layers import model_config
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.lora import TARGETS, add_lora
@@ -45,6 +46,7 @@ def begin(options: dict[str, Any], given: Iterable[str]) -> Start:
     place = place if place.is_file() else find_directory(options["init"])
     tokens, folder = find_tokens(options["tokenizer"]) if options["tokenizer"] else (read_tokens(place), place)
     model = load_model(place, dtype=torch.float32)
+    refuse_quantized(model, "--init")
     compare(options, given, model.config)
     if tokens.vocab_size > model.config.vocab_size:
         known = model.config.vocab_size
@@ -59,7 +61,7 @@ def begin(options: dict[str, Any], given: Iterable[str]) -> Start:
         raise ValueError(
             f"the weights in {options['init']} have changed since the run began; it goes on with those only"
         )
-    if options["lora"]:
+    if options["lora"] is not None:
         targets = options["lora_targets"].split(",") if options["lora_targets"] else TARGETS
         add_lora(model, options["lora"], alpha=options["lora_alpha"], targets=targets)
     return Start(model, tokens, folder, None if options["tokenizer"] else place)

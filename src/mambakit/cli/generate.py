@@ -14,6 +14,7 @@ from mambakit.checkpoints import load_model
 from mambakit.cli.convert import model_folder
 from mambakit.inference.generation import Stream
 from mambakit.models.language_model import LanguageModel
+from mambakit.text.tokenizer import find_tokens
 from mambakit.text.tokens import Tokens, read_tokens
 
 EXAMPLE = 'mambakit generate run/model --prompt "def " --max-new-tokens 200 --temperature 0.8'
@@ -23,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_DIR", help="a checkpoint's folder, a run's, or a name on the hub")
     parser.add_argument("--prompt", help="text to continue; default: what comes in on standard input")
     parser.add_argument("--chat", action="store_true", help="turn by turn, each going on from the state of the last")
-    parser.add_argument("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes"; default: the model\'s own')
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help='a tokenizer.json, a folder, a hub name or "bytes"; default: the model\'s own',
+    )
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default: 256")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token; default: 1")
     parser.add_argument("--top-k", type=int, help="of the k most likely tokens only")
@@ -43,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     if args.chat and (args.json or args.prompt is not None):
         raise ValueError("--chat reads its prompts turn by turn; leave out --prompt and --json")
     folder = model_folder(args.model)
-    tokens = read_tokens(Path(folder), args.tokenizer)
+    tokens = find_tokens(args.tokenizer)[0] if args.tokenizer else read_tokens(Path(folder))
     model = load_model(folder, device=args.device, dtype=None if args.dtype is None else getattr(torch, args.dtype))
     if tokens.vocab_size > model.config.padded_vocab_size:
         raise ValueError(f"the tokenizer has {tokens.vocab_size} tokens, but the model knows {model.config.vocab_size}")

@@ -101,6 +101,10 @@ def resumed(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> tuple[d
     for name, value in again.items():
         if name not in CHANGEABLE and value != options[name]:
             raise ValueError(f"the run in {out} has {name} = {options[name]!r}; resuming cannot make it {value!r}")
+    done = max(RunCheckpoints(out / CHECKPOINTS).steps(), default=0)
+    if again.get("steps", done) < done:
+        # Before the options are written, which would keep the smaller number.
+        raise ValueError(f"the run is at step {done} already; --steps {again['steps']} is behind it")
     return options | again, [f"{note}; {SPARE} beside it is used" for note in notes]
 
 

@@ -18,6 +18,8 @@ class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     given: int = 0
     """Answers among so many first messages are part of the prompt and do not count."""
+    tools: list[Any] | None = None
+    """Functions that may be called, for the template."""
 
 
 class Example(NamedTuple):
@@ -31,11 +33,14 @@ class Example(NamedTuple):
 def conversation(record: Record) -> Conversation | None:
     """What a record says, if it is no plain text; ValueError names its place and what is wrong."""
     where, values = record
+    tools = values.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"{where}: tools is {called(tools)}, expected a list of functions")
     if values.get("messages") is not None:
-        found = Conversation(where, _messages(where, "messages", values["messages"]))
+        found = Conversation(where, _messages(where, "messages", values["messages"]), 0, tools)
     elif values.get("prompt") is not None or values.get("completion") is not None:
         prompt = _side(where, values, "prompt", "user")
-        found = Conversation(where, prompt + _side(where, values, "completion", ANSWER), len(prompt))
+        found = Conversation(where, prompt + _side(where, values, "completion", ANSWER), len(prompt), tools)
     else:
         return None
     if not any(message["role"] == ANSWER for message in found.messages[found.given :]):
@@ -57,18 +62,18 @@ def examples(conversation: Conversation, chat: Chat, *, template: bool = True) -
     answer, with the beginning of the conversation as it is written when that answer is asked for. Without `template`
     the messages stand one after the other as they are.
     """
-    name, messages, given = conversation
+    name, messages, given, tools = conversation
     try:
         if not template:
             pieces = [(str(one["content"]), i >= given and one["role"] == ANSWER) for i, one in enumerate(messages)]
             return [_encode(name, pieces, chat)]
         asked = [i for i, message in enumerate(messages) if i >= given and message["role"] == ANSWER]
         try:
-            return [_encode(name, _cut(messages, asked, chat), chat)]
+            return [_encode(name, _cut(messages, asked, chat, tools), chat)]
         except _CannotBeCutError:
             if len(asked) == 1:
                 raise
-        return [_encode(name, _cut(messages[: i + 1], [i], chat), chat) for i in asked]
+        return [_encode(name, _cut(messages[: i + 1], [i], chat, tools), chat) for i in asked]
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
@@ -81,14 +86,14 @@ Pieces = list[tuple[str, bool]]
 """Texts that together are a conversation, and whether each is an answer that counts."""
 
 
-def _cut(messages: Sequence[Message], asked: Sequence[int], chat: Chat) -> Pieces:
+def _cut(messages: Sequence[Message], asked: Sequence[int], chat: Chat, tools: list[Any] | None) -> Pieces:
     """By the template's own marks where it has some, or else by how it writes beginnings of the conversation."""
     if chat.template is not None and re.search(r"\{%[-+]?\s*generation\b", chat.template):
-        return _cut_by_marks(messages, asked, chat)
-    whole, pieces, at = chat.text(messages, add_generation_prompt=False), [], 0
+        return _cut_by_marks(messages, asked, chat, tools)
+    whole, pieces, at = chat.text(messages, False, tools), [], 0
     for i in asked:
-        before = chat.text(messages[:i], add_generation_prompt=True)
-        after = chat.text(messages[: i + 1], add_generation_prompt=False)
+        before = chat.text(messages[:i], True, tools)
+        after = chat.text(messages[: i + 1], False, tools)
         if not (whole.startswith(after) and after.startswith(before) and at <= len(before) < len(after)):
             raise _CannotBeCutError(
                 f"the chat template writes what precedes answer {i + 1} otherwise once more follows; "
@@ -101,7 +106,7 @@ def _cut(messages: Sequence[Message], asked: Sequence[int], chat: Chat) -> Piece
     return [*pieces, (whole[at:], False)]
 
 
-def _cut_by_marks(messages: Sequence[Message], asked: Sequence[int], chat: Chat) -> Pieces:
+def _cut_by_marks(messages: Sequence[Message], asked: Sequence[int], chat: Chat, tools: list[Any] | None) -> Pieces:
     # Inside an `if`, so that what the tags do to the space around them stays as it is.
     source = re.sub(
         r"\{%([-+]?)\s*generation\s*([-+]?)%\}", rf"{{%\1 if true %}}{BEGINS}{{% generation \2%}}", str(chat.template)
@@ -109,7 +114,7 @@ def _cut_by_marks(messages: Sequence[Message], asked: Sequence[int], chat: Chat)
     source = re.sub(
         r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}", rf"{{%\1 endgeneration %}}{ENDS}{{% endif \2%}}", source
     )
-    text = Template(source, chat.named).render(messages, add_generation_prompt=False)
+    text = Template(source, chat.named).render(messages, add_generation_prompt=False, tools=tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == ANSWER]
     start, *rest = text.split(BEGINS)
     parts = [part.split(ENDS) for part in rest]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mambakit.optional import need
 
-FIELDS = ("messages", "prompt", "completion", "text")
+FIELDS = ("messages", "prompt", "completion", "text", "tools")
 """What is read; others may be there."""
 
 

@@ -177,7 +177,9 @@ def changed_schedule(saved: Saved, settings: TrainSettings) -> str | None:
     made = replace(settings, steps=saved.state["settings"]["steps"])
     if made == settings or all(share_of_peak(i, made) == share_of_peak(i, settings) for i in range(saved.step)):
         return None
-    before, after = (one.lr * share_of_peak(max(saved.step - 1, 0), one) for one in (made, settings))
+    before, after = (
+        settings.lr * share_of_peak(i, one) for i, one in ((max(saved.step - 1, 0), made), (saved.step, settings))
+    )
     return (
         f"the {settings.schedule} schedule is now that of {settings.steps} steps: the learning rate goes from "
         f"{before:.3g} to {after:.3g}. The {saved.step} steps before followed that of {made.steps}, so the end is not "
