@@ -45,8 +45,9 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype} is not one of {', '.join(map(str, DTYPES))}")
-    if gguf.is_file(path_or_hub_name):
-        place, name, described = Path(path_or_hub_name), "gguf", "metadata"
+    file = gguf.find(path_or_hub_name)
+    if file is not None:
+        place, name, described = file, "gguf", "metadata"
         found, tensors = gguf.read(place)
         # Types are mixed in these files, and none of them is the model's.
         dtype = dtype or torch.float32

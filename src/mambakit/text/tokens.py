@@ -11,6 +11,9 @@ from typing import Any, Protocol
 TEXT = "text.json"
 """Beside the weights, it says how the model's text is written in tokens."""
 TOKENIZER = "tokenizer.json"
+DESCRIPTION = (TEXT, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+DESCRIPTION += ("generation_config.json",)
+"""All files that say how a model's text is written."""
 BYTES = "bytes"
 END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
@@ -143,8 +146,12 @@ def _read_tokenizer(path: Path) -> Any:
         raise ValueError(f"{path} is not a file of the tokenizers package: {error}") from error
 
 
+def describes_text(model_dir: Path) -> bool:
+    return (model_dir / TEXT).is_file() or (model_dir / TOKENIZER).is_file()
+
+
 def copy_description(source: Path, target: Path) -> None:
-    """Take along what a model's directory says of its text, if it does."""
-    for name in (TEXT, TOKENIZER):
+    """Take along what a model's directory says of its text and of conversations, if it does."""
+    for name in DESCRIPTION:
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
