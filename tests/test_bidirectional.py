@@ -231,3 +231,19 @@ def test_muon_gets_the_merge():
     muon = [p for group in param_groups(stack, muon=True) if group["optimizer"] == "muon" for p in group["params"]]
     assert any(p is stack.merges[0].linear.weight for p in muon)
     param_groups(stack)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reset_bs": "x"}, "reset_bs has to be a tensor, got str"),
+        ({"reset_bs": torch.ones(3, dtype=torch.bool)}, r"reset_bs has shape \(3,\), expected \(1, 3\)"),
+        ({"cu_seqlens": 3}, "cu_seqlens has to be a tensor, got int"),
+        ({"cu_seqlens": torch.tensor(3)}, "cu_seqlens has to be a vector of integers"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_turned_round(options, message):
+    stack = BidirectionalStack(BidirectionalConfig(**OPTIONS["plain"]))
+    with pytest.raises(ValueError, match=message):
+        stack(torch.randn(1, 3, 6), **options)

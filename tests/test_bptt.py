@@ -138,6 +138,11 @@ def test_what_cannot_be_cut_says_so(run):
     for segment_len in (0, -3, 2.5):
         with pytest.raises(ValueError, match=r"segment_len is .*, expected a positive integer"):
             run(block, x, segment_len=segment_len)
+    for wrong, told in ((None, "x_bsd has to be a tensor"), (x.to_sparse(), "sparse_coo"), (x[0, 0], "a batch and a")):
+        with pytest.raises(ValueError, match=told):
+            run(block, wrong, segment_len=2)
+    with pytest.raises(ValueError, match="mask_bs has to be a tensor, got str"):
+        run(block, x, segment_len=2, mask_bs="x")
     with pytest.raises(ValueError, match=r"cu_seqlens.*reset_bs"):
         run(block, x, segment_len=2, cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match=r"mask_bs has shape \(1, 5\), expected \(1, 6\)"):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import mambakit as mk
+from calls import Wrapped
 from mambakit import caches
 
 BLOCKS = {
@@ -108,15 +109,22 @@ def test_select_takes_rows_in_order(index):
         assert torch.equal(got, all_rows[torch.as_tensor(index).long()])
 
 
+@pytest.mark.parametrize("index", [[True, False, True], torch.tensor([False, True, False]), [False] * 3])
+def test_select_takes_a_choice_of_rows(index):
+    cache = used_model_cache(3)
+    for got, all_rows in zip(tensors(caches.select(cache, index)), tensors(cache), strict=True):
+        assert torch.equal(got, all_rows[torch.as_tensor(index)])
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [
         ([0, 3], r"rows \[3\].*cache\[0\].conv_bik has rows 0 to 2"),
         ([-1], r"rows \[-1\]"),
-        ([True, False, True], "row numbers, got torch.bool"),
+        ([True, False], "index_b has 2 booleans, but .* has 3 rows"),
         ([0.0], "torch.float32"),
         (torch.tensor(1), "shape"),
-        (None, "index_b has to be a list or vector of row numbers, got None"),
+        (None, "index_b has to be a list or vector of row numbers, or of a boolean for each row, got None"),
         (torch.tensor([1], device="meta"), "index_b is a Tensor on meta, expected a plain tensor with numbers"),
     ],
 )
@@ -308,6 +316,34 @@ def test_a_model_rolls_back_as_a_whole():
     decode(model.step, torch.randn(1, 2, 8), cache, history)
     again, _ = decode(model.step, x[:, 3:], history.rollback(2))
     assert_same(again, decode(model.step, x, None)[0][3:])
+
+
+@pytest.mark.parametrize("number", [None, 0.5, True, 10**30, torch.zeros(2, 2)], ids=str)
+def test_a_history_counts_in_whole_numbers(number):
+    with pytest.raises(ValueError, match="keeps nothing; choose a whole number of 1 or more"):
+        caches.History(number)
+    history = caches.History(3)
+    history.push(used_model_cache(1))
+    with pytest.raises(ValueError, match="cannot go back"):
+        history.rollback(number)
+
+
+def test_what_is_no_dtype_or_device():
+    cache = used_model_cache(1)
+    with pytest.raises(ValueError, match=r"dtype is \(\), expected a torch.dtype"):
+        caches.to(cache, dtype=())  # type: ignore[arg-type]
+    for device in ("nowhere", 0.5):
+        with pytest.raises(ValueError, match=f"device is {device!r}, which torch does not know"):
+            caches.to(cache, device=device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["meta", "to_sparse", "wrapped"])
+def test_what_has_no_numbers_is_not_saved(tmp_path, kind):
+    x = torch.ones(2, 3)
+    made = {"meta": lambda: x.to("meta"), "to_sparse": x.to_sparse, "wrapped": lambda: Wrapped(x)}[kind]()
+    with pytest.raises(ValueError, match=r"^cache\[1\] is a "):
+        caches.save((x, made), tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_history_keeps_as_many_as_it_says():

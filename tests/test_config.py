@@ -7,7 +7,20 @@ import torch
 from torch import nn
 
 from blocks import CONFIGS, MAKE
-from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config
+from mambakit import (
+    AttentionConfig,
+    Cyclic,
+    Mamba1,
+    Mamba1Config,
+    Mamba2,
+    Mamba2Config,
+    Mamba3,
+    Mamba3Config,
+    MLPConfig,
+    MoEConfig,
+    MultiGateConfig,
+    StackConfig,
+)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -74,6 +87,24 @@ def test_unknown_keys_are_all_named():
         (Mamba3Config, {"d_model": 64, "rope_fraction": 0.3}, "rope_fraction = 0.3 has to be 0, 0.5 or 1"),
         (Mamba3Config, {"d_model": 64, "rotation": "quaternion", "state_rank": 12}, "quaternions turn blocks of 4"),
         (Mamba3Config, {"d_model": 64, "mimo_rank": 0}, "mimo_rank = 0 has to be positive"),
+        (Mamba1Config, {"d_model": torch.zeros(2, 2)}, "d_model = tensor.* is not an integer"),
+        (Mamba1Config, {"d_model": 8.0}, "d_model = 8.0 is not an integer"),
+        (Mamba2Config, {"d_model": 64, "dt_limit": 3}, "dt_limit = 3 is not a list of 2 numbers"),
+        (Mamba2Config, {"d_model": 64, "rmsnorm": None}, "rmsnorm = None is not true or false"),
+        (Mamba2Config, {"d_model": 64, "ssm_multipliers": "abcde"}, "five numbers, for z, x, B, C and dt"),
+        (Mamba3Config, {"d_model": 64, "rotation": []}, r"rotation = \[\] is not a string"),
+        (AttentionConfig, {"d_model": 8, "n_heads": 2, "window": 1 << 63}, "window = 9223372036854775808 is too large"),
+        (MLPConfig, {"d_model": 8, "d_hidden": 0.5}, "d_hidden = 0.5 is not an integer"),
+        (MoEConfig, {"d_model": 8, "d_hidden": 6, "n_experts": 4, "top_k": True}, "top_k = True is not an integer"),
+        (MultiGateConfig, {"n_streams": "x"}, "n_streams = 'x' is not an integer"),
+        (StackConfig, {"layers": 5}, "layers = 5 has to be a tuple of layers"),
+        (StackConfig, {"block": Mamba1Config(d_model=8), "n_layer": "x"}, "n_layer = 'x' is not an integer"),
+        (StackConfig, {"block": Mamba1Config(d_model=8), "n_layer": 10**9}, "n_layer = 1000000000 is more than"),
+        (
+            StackConfig,
+            {"block": Mamba1Config(d_model=8), "n_layer": 2, "virtual": Cyclic(10**9)},
+            "is more than 1048576",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make, options, message):

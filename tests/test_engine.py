@@ -115,10 +115,23 @@ def test_long_prompts_do_not_hold_up_others():
         engine.step()
     assert len(first.tokens) == 6
     assert not long.tokens
-    assert engine.waiting == 2
+    assert behind.done, "a short prompt does not wait for a long one"
+    assert engine.waiting == 1
     engine.run()
     assert len(long.tokens) == 2
-    assert len(behind.tokens) == 1
+
+
+def test_nor_do_short_ones_hold_up_a_long_one():
+    """Half of the pieces are of the request that came first."""
+    model = make("mamba2")
+    engine = Engine(model, prefill_chunk=16)
+    long = engine.add(list(range(200)), max_new_tokens=1, temperature=0)
+    steps = 0
+    while not long.done:
+        engine.add([steps % VOCABULARY] * 16, max_new_tokens=1, temperature=0)
+        engine.step()
+        steps += 1
+    assert steps <= 2 * (200 // 16 + 1)
 
 
 class TestEnds:
@@ -148,6 +161,17 @@ class TestEnds:
         assert len(seen) == 121 - (request.finish_reason == "length")
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
         assert seen[-1] == tokens.decode(request.tokens)
+
+    def test_what_is_no_part_of_an_engine(self):
+        model = make("mamba2")
+        with pytest.raises(ValueError, match="prefix_cache is a bool, expected a PrefixCache"):
+            Engine(model, prefix_cache=True)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"tokenizer is a str, expected one with decode\(ids\)"):
+            Engine(model, tokenizer="x")  # type: ignore[arg-type]
+        engine = Engine(model)
+        with pytest.raises(ValueError, match="on_token is a str, expected a function of a request"):
+            engine.add([1], on_token="x")  # type: ignore[arg-type]
+        assert not engine.step()
 
     def test_cancelled_everywhere(self):
         model = make("mamba2")
@@ -180,6 +204,8 @@ class TestStates:
         assert same.tokens == alone(model, list(first.state.ids), max_new_tokens=3, temperature=0)
         with pytest.raises(ValueError, match="does not begin with the tokens of its state"):
             engine.add([7, 7], state=first.state)
+        with pytest.raises(ValueError, match="state is a tuple, expected the State of a request"):
+            engine.add([7, 7], state=())  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("name", ["mamba2", "hybrid"])
     def test_known_prefixes(self, name):

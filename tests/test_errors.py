@@ -1,5 +1,7 @@
 """Bad input gives one `ValueError` that says what was given, what was expected and what to do."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -156,3 +158,36 @@ def test_trapezoid():
         trapezoid(**tokens, v_last_bmhp=core["v_bsmhp"][:, 0])
     with pytest.raises(ValueError, match="axis 's' is 5 in lambda_bsh but 6 in v_bsmhp"):
         trapezoid(**{**tokens, "lambda_bsh": core["w_now_bsh"][:, 1:]})
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        (operation, name)
+        for operation, function in OPERATIONS.items()
+        for name in ("eps", "rotation_range")
+        if name in inspect.signature(function).parameters
+    ],
+)
+@pytest.mark.parametrize("value", [None, "x", True, float("nan"), float("inf"), 10**400, torch.zeros(2, 2)], ids=str)
+def test_numbers(operation, name, value):
+    with pytest.raises(ValueError, match=f"^{name} is .*, expected a finite number$"):
+        OPERATIONS[operation](**tensors_of(operation) | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [("causal_conv", "silu"), ("selective_scan", "dt_softplus"), ("finish", "norm_before_gate")],
+)
+@pytest.mark.parametrize("value", [None, "x", 1, torch.zeros(2, 2)], ids=str)
+def test_flags(operation, name, value):
+    with pytest.raises(ValueError, match=f"^{name} is .*, expected True or False$"):
+        OPERATIONS[operation](**tensors_of(operation) | {name: value})
+
+
+@pytest.mark.parametrize("word", [None, [], 3, torch.zeros(2, 2)], ids=str)
+def test_words(word):
+    with pytest.raises(ValueError, match="is unknown; choose from"):
+        SsdPath(algorithm=word)
+    with pytest.raises(ValueError, match="is unknown; choose from"):
+        SsdPath(backend=word)

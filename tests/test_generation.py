@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from blocks import CONFIGS
+from calls import Wrapped
 from mambakit import LanguageModel, ModelConfig
 from mambakit.inference.generation import generate, stream
 from mambakit.inference.prefix_cache import PrefixCache
@@ -542,6 +543,14 @@ def test_prefix_cache_takes_nothing_made_by_weights_of_before():
         ({"seed": 1.5}, "seed is 1.5, expected a number, one number per row, or None"),
         ({"seed": [1, 2]}, "seed has 2 numbers for 1 rows"),
         ({"pad_id": None}, "pad_id is None, expected a token id"),
+        ({"pad_id": 1 << 64}, "pad_id is 18446744073709551616, expected a token id"),
+        ({"ids": {1: 2}}, "ids is a dict, expected a tensor, a list of token ids or a list of prompts"),
+        ({"ids": 3}, "ids is a int"),
+        ({"ids": torch.ones(1, 3, dtype=torch.int64, device="meta")}, "ids is a Tensor on meta, expected a plain"),
+        ({"ids": [torch.ones(3, dtype=torch.int64).to_sparse()]}, "prompt 0 is a sparse_coo tensor"),
+        ({"mask_bs": [[True] * 3]}, "mask_bs has to be a tensor, got list"),
+        ({"seed": torch.ones(1, device="meta")}, "seed is a Tensor on meta"),
+        ({"prefix_cache": {}}, "prefix_cache is a dict, expected a PrefixCache or None"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0, expected a whole number of at least 1"),
     ],
     ids=str,
@@ -552,6 +561,13 @@ def test_bad_arguments(options, message):
         generate(make_model(), **options)
     with pytest.raises(ValueError, match=message):
         stream(make_model(), **options)
+
+
+def test_ids_of_another_kind():
+    wrapped = Wrapped(torch.ones(3, dtype=torch.int64))
+    for ids, told in ((wrapped, "ids is a Wrapped"), ([[1], wrapped], "prompt 1 is a Wrapped")):
+        with pytest.raises(ValueError, match=told):
+            generate(make_model(), ids, max_new_tokens=1)
 
 
 def test_bad_caches():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import BlockConfig, check_divides, check_positive
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, Slots, register
 from mambakit.blocks.modules import Linear
 from mambakit.ops.attention import ABSENT, attend, attend_one, filled, places
@@ -43,6 +43,7 @@ class AttentionConfig(BlockConfig):
     """What keys are multiplied by."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         sizes = ("d_model", "n_heads", "n_kv_heads", "head_dim", "scale", "rope_theta", "window", "key_scale")
         check_positive(self, *(name for name in sizes if getattr(self, name) is not None))
         if self.head_dim is None:

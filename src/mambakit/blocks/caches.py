@@ -64,6 +64,12 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
 
     As in the models themselves, states and rotations (`ssm_*`, `rotation`) are float32 at least, whatever `dtype` says.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}, expected a torch.dtype")
+    try:
+        device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}, which torch does not know") from error
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"a cache cannot become {dtype}; choose a floating-point dtype")
 
@@ -76,8 +82,8 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
 
 
 def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
-    """The batch rows `index_b`, in that order; a row may come more than once."""
-    wanted = "index_b has to be a list or vector of row numbers"
+    """The batch rows `index_b`, in that order; a row may come more than once. A boolean for each row is a choice."""
+    wanted = "index_b has to be a list or vector of row numbers, or of a boolean for each row"
     try:
         index_b = index_b if isinstance(index_b, Tensor) else torch.as_tensor(index_b)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -85,12 +91,16 @@ def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
     check_readable("index_b", index_b)
     if index_b.numel() == 0:
         index_b = index_b.long()
-    if index_b.dim() != 1 or index_b.dtype not in (torch.int32, torch.int64):
+    if index_b.dim() != 1 or index_b.dtype not in (torch.bool, torch.int32, torch.int64):
         raise ValueError(f"{wanted}, got {index_b.dtype} of shape {tuple(index_b.shape)}")
+    flags = len(index_b) if index_b.dtype == torch.bool else None
+    index_b = index_b if flags is None else index_b.nonzero()[:, 0]
     rows = index_b.tolist()
 
     def take(where: str, tensor: Tensor) -> Tensor:
         batch = tensor.shape[0]
+        if flags not in (None, batch):
+            raise ValueError(f"index_b has {flags} booleans, but {where} has {batch} rows")
         wrong = [row for row in rows if not 0 <= row < batch]
         if wrong:
             raise ValueError(f"index_b asks for rows {wrong}, but {where} has rows 0 to {batch - 1}")
@@ -167,8 +177,8 @@ class History:
     """
 
     def __init__(self, length: int):
-        if length < 1:
-            raise ValueError(f"a history of length {length} keeps nothing; choose 1 or more")
+        if type(length) is not int or not 0 < length < 2**63:
+            raise ValueError(f"a history of length {length!r} keeps nothing; choose a whole number of 1 or more")
         self._kept: deque[Any] = deque(maxlen=length)
 
     def __len__(self) -> int:
@@ -180,10 +190,10 @@ class History:
 
     def rollback(self, k: int) -> Any:
         """Drop the last `k` pushes and return the cache pushed before them: the newest for `k = 0`."""
-        if not 0 <= k < len(self._kept):
+        if type(k) is not int or not 0 <= k < len(self._kept):
             kept = len(self._kept)
             raise ValueError(
-                f"cannot go back {k} of {kept} kept caches, at most {max(kept - 1, 0)}; keep a longer history"
+                f"cannot go back {k!r} of {kept} kept caches, at most {max(kept - 1, 0)}; keep a longer history"
             )
         for _ in range(k):
             self._kept.pop()
@@ -262,6 +272,7 @@ def _of_one_length(tensors: Sequence[Tensor], axis: int) -> list[Tensor]:
 def _describe(node: Any, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The structure of a cache as JSON values; its tensors go to `tensors` by name."""
     if isinstance(node, Tensor):
+        check_readable(where, node)
         tensors[where] = node
         return {"tensor": where}
     if isinstance(node, SETTINGS):

@@ -2,8 +2,12 @@
 
 import json
 import math
+import reprlib
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,6 +65,49 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(from_plain(item) for item in value)
     return math.inf if value == "inf" else value
+
+
+def check_types(config: Any, *but: str) -> None:
+    """Every field `but` some is of the type it is declared with, and no integer is one that torch cannot take."""
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        if name not in but and not fits(value, hint):
+            raise ValueError(f"{name} = {reprlib.repr(value)} is not {called(hint)}")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError(f"{name} = {reprlib.repr(value)} is too large")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a field that is declared so may hold the value."""
+    if isinstance(hint, UnionType):
+        return any(fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        if not isinstance(value, list | tuple):
+            return False
+        if parts[-1] is ...:
+            return all(fits(item, parts[0]) for item in value)
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def called(hint: Any) -> str:
+    """What such a field holds, for a reader."""
+    if isinstance(hint, UnionType):
+        return " or ".join(map(called, get_args(hint)))
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        return f"a list, each {called(parts[0])}" if parts[-1] is ... else f"a list of {len(parts)} numbers"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}
+    return names.get(hint, f"a {hint.__name__}")
 
 
 def check_positive(config: Any, *names: str) -> None:

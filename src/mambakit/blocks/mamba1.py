@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import BlockConfig, check_positive
+from mambakit.blocks.config import BlockConfig, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import CausalConv1d, Linear, RMSNorm, convolve_silu, init_dt_bias, is_plain, mark
 from mambakit.ops.activations import softplus
@@ -42,6 +42,7 @@ class Mamba1Config(BlockConfig):
     """Of these norms."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive(self, "d_model", "expand", "state_rank", "conv_kernel", "dt_min", "dt_init_floor", "d_inner")
         check_positive(self, "norm_eps")
         if not self.dt_min <= self.dt_max:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types, fits
 from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
 from mambakit.blocks.modules import (
     CausalConv1d,
@@ -63,6 +63,8 @@ class Mamba2Config(BlockConfig):
     """What z, x, B, C and dt, as `in_proj` gives them, are multiplied by (None: nothing). Not channels beyond d_ssm."""
 
     def __post_init__(self) -> None:
+        # A wrong number of them is said in the words below.
+        check_types(self, "ssm_multipliers")
         sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "conv_kernel")
         check_positive(self, *sizes)
         if not self.inner_width > 0:
@@ -73,7 +75,11 @@ class Mamba2Config(BlockConfig):
         check_divides("per_head_dim", self.per_head_dim, "d_inner" if self.d_ssm is None else "d_ssm", self.ssm_width)
         check_divides("ngroups", self.ngroups, "nheads", self.nheads)
         check_divides("norm_group_size", self.norm_width, "d_ssm", self.ssm_width)
-        if len(self.multipliers) != 5 or not all(map(math.isfinite, self.multipliers)):
+        if (
+            not fits(self.multipliers, tuple[float, ...])
+            or len(self.multipliers) != 5
+            or not all(map(math.isfinite, self.multipliers))
+        ):
             raise ValueError(f"ssm_multipliers = {self.multipliers} have to be five numbers, for z, x, B, C and dt")
         check_range("A_init_range", self.A_init_range, positive=True)
         check_range("dt_limit", self.dt_limit)

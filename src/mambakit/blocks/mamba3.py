@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types
 from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, last_token, mark
@@ -57,6 +57,7 @@ class Mamba3Config(BlockConfig):
     learnable_init_states: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "mimo_rank", "d_inner")
         check_positive(self, *sizes, "rotation_range", "a_floor", "norm_eps", "dt_init_floor")
         check_divides("per_head_dim", self.per_head_dim, "d_inner", self.d_inner)

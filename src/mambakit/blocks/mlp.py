@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.blocks.config import BlockConfig, check_positive
+from mambakit.blocks.config import BlockConfig, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import Linear
 from mambakit.blocks.stateless import NoCache, Stateless
@@ -47,6 +47,7 @@ class MLPConfig(BlockConfig):
     """What the gate is multiplied by before its activation."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive(self, "d_model", "d_hidden")
         check_activation(self.activation)
         if self.gate_scale != 1 and not self.gated:

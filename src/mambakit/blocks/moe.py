@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.blocks.config import BlockConfig, check_divides, check_positive
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.mlp import MLP, MLPConfig, activate, check_activation
 from mambakit.blocks.modules import Linear
@@ -47,6 +47,7 @@ class MoEConfig(BlockConfig):
     """Of the shared expert and the projections around the experts, which have none."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive(self, "d_model", "d_hidden", "n_experts", "top_k", "scale", "groups", "top_groups")
         check_activation(self.activation)
         if self.d_latent is not None:

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from mambakit.blocks import block, family
 from mambakit.blocks.block import Block, Options
-from mambakit.blocks.config import BlockConfig, Config
+from mambakit.blocks.config import BlockConfig, Config, check_types
 from mambakit.blocks.family import Family, FusedStep, family_of, register
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.blocks.stateless import NoCache
@@ -23,6 +23,7 @@ class ParallelConfig(BlockConfig):
     def __post_init__(self) -> None:
         for part in (self.a, self.b):
             family_of(part)
+        check_types(self)
         if self.a.d_model != self.b.d_model:
             raise ValueError(
                 f"a.d_model = {self.a.d_model}, but b.d_model = {self.b.d_model}; both read the same input"

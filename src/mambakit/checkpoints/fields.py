@@ -2,9 +2,9 @@
 
 import reprlib
 from collections.abc import Collection, Mapping
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
+from mambakit.blocks.config import called, fits
 from mambakit.blocks.family import FAMILIES
 from mambakit.models.language_model import ModelConfig
 
@@ -56,8 +56,8 @@ class Lint:
         for name, ours in names.items():
             if name not in values:
                 continue
-            if not _fits(values[name], hints[ours]):
-                self.refuse(f"{where}{name} = {shown(values[name])} is not {_called(hints[ours])}")
+            if not fits(values[name], hints[ours]):
+                self.refuse(f"{where}{name} = {shown(values[name])} is not {called(hints[ours])}")
             elif ours in COUNTS:
                 count = values[name] if isinstance(values[name], int) else len(values[name])
                 if count > COUNTS[ours]:
@@ -80,27 +80,3 @@ class Lint:
     def close(self) -> None:
         if self.problems:
             raise ValueError("; ".join(self.problems))
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if get_origin(hint) is tuple:
-        parts = get_args(hint)
-        if not isinstance(value, list | tuple):
-            return False
-        if parts[-1] is ...:
-            return all(_fits(item, parts[0]) for item in value)
-        return len(value) == len(parts) and all(map(_fits, value, parts))
-    if hint in (int, float):
-        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _called(hint: Any) -> str:
-    if isinstance(hint, UnionType):
-        return " or ".join(map(_called, get_args(hint)))
-    if get_origin(hint) is tuple:
-        parts = get_args(hint)
-        return f"a list, each {_called(parts[0])}" if parts[-1] is ... else f"a list of {len(parts)} numbers"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}[hint]

@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-CONFIG = "config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+MODEL, ADAPTER = "model", "adapter"
+"""Where in its folder a training run keeps what it made."""
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order in which they are looked for; each may be in parts with an index."""
 INDEX = ".index.json"
@@ -28,10 +30,14 @@ PACKED = (*DTYPES, torch.int8, torch.uint8)
 
 
 def find_directory(path_or_hub_name: str | os.PathLike[str]) -> Path:
-    """A directory that is there, or a copy of what the hub has under a name like `owner/model`."""
+    """A directory that is there, or a copy of what the hub has under a name like `owner/model`.
+
+    In the folder of a training run it is that of the model, or of the adapter where no merged model was kept.
+    """
     path = Path(path_or_hub_name)
     if path.is_dir():
-        return path
+        places = [(path, CONFIG), (path, ADAPTER_CONFIG), (path / MODEL, CONFIG), (path / ADAPTER, ADAPTER_CONFIG)]
+        return next((place for place, name in places if (place / name).is_file()), path)
     if path.exists():
         raise ValueError(f"{path} is a file; give the directory that holds it and its {CONFIG}")
     name = str(path_or_hub_name)
@@ -51,7 +57,8 @@ def _download(name: str) -> Path:
     try:
         for weights in WEIGHTS:
             stem, suffix = os.path.splitext(weights)
-            patterns = [CONFIG, weights, f"{stem}-*{suffix}", weights + INDEX]
+            # Descriptions too: how its text is written in tokens, and what its chats look like.
+            patterns = ["*.json", "*.jinja", weights, f"{stem}-*{suffix}", "adapter_model.safetensors"]
             directory = Path(snapshot_download(name, allow_patterns=patterns))
             if find_weights(directory):
                 break

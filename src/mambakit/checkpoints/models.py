@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from mambakit.checkpoints import gguf
+from mambakit.checkpoints.adapters import base_of, is_adapter, load_lora
 from mambakit.checkpoints.files import CONFIG, DTYPES, PACKED, find_directory, read_tensors
 from mambakit.checkpoints.fitting import (
     EMBEDDING,
@@ -22,6 +23,7 @@ from mambakit.checkpoints.names import Names, Renamed, renamed, rules
 from mambakit.checkpoints.quantized import FIELD, formats_of, refuse_quantized
 from mambakit.checkpoints.writing import replacing, write_json, write_tensors
 from mambakit.models.language_model import LanguageModel
+from mambakit.models.lora import adapters, merge_lora
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -36,6 +38,9 @@ def load_model(
     dt_limit: tuple[float, float] | None = None,
 ) -> LanguageModel:
     """The model in a directory or a GGUF file, or on the hub under a name like `owner/model`; see docs/checkpoints.md.
+
+    The folder of a training run is as good as that of its model, and an adapter's folder gives the model it belongs to
+    with the adapter merged into it.
 
     Parameters get the dtype they have in a model of `dtype`, by default that of the stored projections, for GGUF
     float32: decays and other parameters that a half-precision model keeps in float32 are float32. `a_activation`
@@ -53,6 +58,9 @@ def load_model(
         dtype = dtype or torch.float32
     else:
         place, described = find_directory(path_or_hub_name), CONFIG
+        if is_adapter(place) and not (place / CONFIG).is_file():
+            given = {"a_activation": a_activation, "norm_group_size": norm_group_size, "dt_limit": dt_limit}
+            return merge_lora(load_lora(load_model(base_of(place), dtype=dtype, device=device, **given), place))
         name, found = read_config(place / CONFIG)
         stored = read_tensors(place, PACKED if found.quantization else DTYPES)
         tensors = with_embedding_called(found.names.embedding, stored)
@@ -94,6 +102,10 @@ def save_model(
         max_shard_bytes = None if format == "official" else MAX_SHARD_BYTES
     elif max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes} has to be positive")
+    if next(adapters(model), None) is not None:
+        raise ValueError(
+            "the model has adapters; save_lora saves them, merge_lora(model) makes them part of its weights"
+        )
     written, quantization = write_config(model.config, format), formats_of(model)
     if quantization and format != "mambakit":
         refuse_quantized(model, f'the format "{format}"')

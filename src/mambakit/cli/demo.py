@@ -14,6 +14,7 @@ import torch
 
 from mambakit.blocks.mamba3 import Mamba3Config
 from mambakit.checkpoints import load_model
+from mambakit.checkpoints.files import MODEL
 from mambakit.cli.compressors import Compressed, compress_all, find_zstd
 from mambakit.cli.progress import All, minutes, progress
 from mambakit.inference.generation import Stream
@@ -25,7 +26,7 @@ from mambakit.training.batches import Rows, encode
 from mambakit.training.lock import LOCK, alone_in
 from mambakit.training.loop import HeldOut, Trainer
 from mambakit.training.processes import Ranks
-from mambakit.training.run import LOG, MODEL, go_on, read_log
+from mambakit.training.run import LOG, go_on, read_log
 from mambakit.training.settings import TrainSettings
 
 EXAMPLE = "mambakit demo --out mambakit-demo"

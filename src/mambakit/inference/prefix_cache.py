@@ -43,6 +43,11 @@ class Plan(NamedTuple):
         return sorted({*self.cuts, *range(self.reused - self.reused % chunk + chunk, last, chunk)})
 
 
+def check_prefix_cache(given: Any) -> None:
+    if given is not None and not isinstance(given, PrefixCache):
+        raise ValueError(f"prefix_cache is a {type(given).__name__}, expected a PrefixCache or None")
+
+
 class Rank:
     """What a kept state is worth; see `PrefixCache`."""
 

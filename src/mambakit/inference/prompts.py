@@ -1,10 +1,12 @@
 """Token ids as callers may give them, checked and brought into one form."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from mambakit.ops.shapes import check_readable
 
 Ids = Tensor | Sequence[int] | Sequence[Tensor | Sequence[int]]
 """Token ids of one prompt, or of a batch of them."""
@@ -12,34 +14,14 @@ Stop = int | Sequence[int | Sequence[int]]
 """An id, or a list of ids and of sequences of ids."""
 
 
-class Prompts(NamedTuple):
-    """Prompts as rows filled up on the right by repeating their last token."""
-
-    ids_bs: Tensor
-    length_b: Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.length_b)
-
-    @property
-    def present_bs(self) -> Tensor:
-        return torch.arange(self.ids_bs.shape[1], device=self.ids_bs.device) < self.length_b[:, None]
-
-    def seen(self, vocab_size: int) -> Tensor:
-        """Which tokens occur in each prompt."""
-        return self.ids_bs.new_zeros(self.rows, vocab_size, dtype=torch.bool).scatter_(1, self.ids_bs, True)
-
-
-def read_prompts(ids: Ids, mask_bs: Tensor | None, vocab_size: int, device: torch.device) -> Prompts:
+def read_prompts(ids: Ids, mask_bs: Tensor | None, vocab_size: int) -> list[list[int]]:
     """The prompts of a call; ValueError where there is none, or one that a model of `vocab_size` cannot read."""
+    if isinstance(ids, Tensor):
+        check_readable("ids", ids)
     given = one_by_one(ids) if mask_bs is None else without_padding(ids, mask_bs)
     if not given:
         raise ValueError("ids holds no prompts")
-    rows = [read_ids(f"prompt {row}", prompt, vocab_size).to(device) for row, prompt in enumerate(given)]
-    longest = max(len(row_s) for row_s in rows)
-    filled = [torch.cat([row_s, row_s[-1:].expand(longest - len(row_s))]) for row_s in rows]
-    return Prompts(torch.stack(filled), torch.tensor([len(row_s) for row_s in rows], device=device))
+    return [read_ids(f"prompt {row}", prompt, vocab_size).tolist() for row, prompt in enumerate(given)]
 
 
 def one_by_one(ids: Ids) -> Sequence[Any]:
@@ -47,12 +29,13 @@ def one_by_one(ids: Ids) -> Sequence[Any]:
         if ids.dim() not in (1, 2):
             raise ValueError(f"ids has {ids.dim()} axes, expected [batch, s], [s] or a list of prompts")
         return [ids] if ids.dim() == 1 else list(ids)
-    if len(ids) and not isinstance(ids[0], Tensor | Sequence):
-        return [ids]
-    return ids
+    if not isinstance(ids, Sequence):
+        raise ValueError(f"ids is a {type(ids).__name__}, expected a tensor, a list of token ids or a list of prompts")
+    return [ids] if ids and not isinstance(ids[0], Tensor | Sequence) else ids
 
 
 def without_padding(ids_bs: Ids, mask_bs: Tensor) -> list[Tensor]:
+    check_readable("mask_bs", mask_bs)
     if not isinstance(ids_bs, Tensor) or ids_bs.dim() != 2 or mask_bs.shape != ids_bs.shape:
         given = f"of shape {tuple(ids_bs.shape)}" if isinstance(ids_bs, Tensor) else "in a list"
         raise ValueError(f"mask_bs of shape {tuple(mask_bs.shape)} needs ids of the same two axes, got ids {given}")
@@ -61,14 +44,16 @@ def without_padding(ids_bs: Ids, mask_bs: Tensor) -> list[Tensor]:
     return [row_s[mask_s.to(row_s.device)] for row_s, mask_s in zip(ids_bs, mask_bs.bool(), strict=True)]
 
 
-def read_stops(stop: Stop | None, vocab_size: int) -> list[Tensor]:
+def read_stops(stop: Stop | None, vocab_size: int) -> list[list[int]]:
     """Every stop as a sequence of ids."""
     entries = [] if stop is None else [stop] if isinstance(stop, int) else stop
     sequences = [[entry] if isinstance(entry, int) else entry for entry in entries]
-    return [read_ids(f"stop {place}", entry, vocab_size).cpu() for place, entry in enumerate(sequences)]
+    return [read_ids(f"stop {place}", entry, vocab_size).tolist() for place, entry in enumerate(sequences)]
 
 
 def read_ids(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> Tensor:
+    if isinstance(ids, Tensor):
+        check_readable(name, ids)
     try:
         ids_s = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mambakit.blocks.block import Options
+from mambakit.blocks.block import Options, check_flags, check_packing
 from mambakit.blocks.caches import select
 from mambakit.models.class_tokens import ClassTokens, check_one_sequence, plan_levels
 from mambakit.models.flow import Flow, calls
@@ -108,6 +108,10 @@ class BidirectionalStack(nn.Module):
         """
         mask_bs = options.get("mask_bs")
         flow, caches = Flow(enter(self, x_bsd, mask_bs), mask_bs), check_slots(self, cache)
+        if options.get("reset_bs") is not None:
+            check_flags("reset_bs", options["reset_bs"], x_bsd)
+        if options.get("cu_seqlens") is not None:
+            check_packing(options["cu_seqlens"], x_bsd)
         if self.stack_latents is not None:
             check_one_sequence(options)
             _, splices, _ = plan_levels([(0, self.stack_latents)], None, x_bsd.shape[1], False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mambakit.blocks.config import Config, check_positive
+from mambakit.blocks.config import Config, check_positive, check_types
 from mambakit.ops.norm import rms_norm
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class MultiGateConfig(Config):
     """A gate of its own for each virtual layer, or one for each set of weights."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive(self, "n_streams")
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+MOST_LAYERS = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Cyclic:
@@ -31,17 +33,18 @@ class Custom:
     indices: tuple[int, ...]
 
     def order(self, n_layer: int) -> tuple[int, ...]:
-        if not self.indices:
-            raise ValueError("Custom(()) has no virtual layers; name the layer to use for each")
-        wrong = [index for index in self.indices if not 0 <= index < n_layer]
+        if not isinstance(self.indices, list | tuple) or not self.indices:
+            raise ValueError(f"Custom({self.indices!r}) has no virtual layers; name the layer to use for each")
+        wrong = [index for index in self.indices if type(index) is not int or not 0 <= index < n_layer]
         if wrong:
             raise ValueError(f"Custom names layers {wrong}, but n_layer = {n_layer} has 0 to {n_layer - 1}")
         return tuple(self.indices)
 
     def pair_order(self, n_layer: int) -> tuple[int, ...]:
-        if len(self.indices) % 2:
-            raise ValueError(f"Custom names {len(self.indices)} layers; two directions need an even number")
-        return self.order(n_layer)
+        order = self.order(n_layer)
+        if len(order) % 2:
+            raise ValueError(f"Custom names {len(order)} layers; two directions need an even number")
+        return order
 
 
 # Two directions: virtual layers 2o (straight) and 2o + 1 (reverse) work side by side as pair o.
@@ -126,8 +129,10 @@ def interleave(straight: list[int], reverse: list[int]) -> tuple[int, ...]:
 
 
 def check_count(schedule: Any) -> int:
-    if schedule.n < 1:
-        raise ValueError(f"{type(schedule).__name__}({schedule.n}) has no virtual layers; choose 1 or more")
+    if type(schedule.n) is not int or schedule.n < 1:
+        raise ValueError(f"{type(schedule).__name__}({schedule.n!r}) has no virtual layers; choose 1 or more")
+    if schedule.n > MOST_LAYERS:
+        raise ValueError(f"{type(schedule).__name__}({schedule.n}) is more than {MOST_LAYERS} virtual layers")
     return schedule.n
 
 

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from mambakit.blocks import family
 from mambakit.blocks.block import Options, check_flags, check_input, check_token
-from mambakit.blocks.config import BlockConfig, Config, check_positive
+from mambakit.blocks.config import BlockConfig, Config, check_positive, check_types
 from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.models import schedules
@@ -68,7 +68,10 @@ class StackConfig(Config):
             raise ValueError("give block and n_layer, or layers with the blocks of each, and got neither")
         else:
             family_of(self.block)
+        check_types(self, "virtual")  # `order` says what it can be
         check_positive(self, "n_layer", "norm_eps", "residual_scale")
+        if self.n_layer > schedules.MOST_LAYERS:
+            raise ValueError(f"n_layer = {self.n_layer} is more than {schedules.MOST_LAYERS} layers")
         if self.d_intermediate < 0:
             raise ValueError(f"d_intermediate = {self.d_intermediate} has to be 0 (no MLP) or positive")
         _ = self.order  # raises where the schedule does not fit
@@ -79,12 +82,14 @@ class StackConfig(Config):
             check_markers("layer_latents", markers)
 
     def _check_layers(self, layers: tuple[tuple[BlockConfig, ...], ...]) -> None:
+        if not isinstance(layers, list | tuple) or not layers:
+            raise ValueError(f"layers = {layers!r} has to be a tuple of layers, each a tuple of blocks' configs")
         if self.block is not None or self.d_intermediate or self.n_layer not in (0, len(layers)):
             raise ValueError(
                 "layers says which blocks there are and how many layers; "
                 f"leave out block, d_intermediate and n_layer = {self.n_layer}"
             )
-        if not layers or not all(isinstance(blocks, list | tuple) and blocks for blocks in layers):
+        if not all(isinstance(blocks, list | tuple) and blocks for blocks in layers):
             raise ValueError(f"layers = {layers!r} has to be a tuple of layers, each a tuple of blocks' configs")
         for i, blocks in enumerate(layers):
             for block in blocks:

@@ -95,7 +95,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def check_backend(name: str) -> None:
-    if name not in ("auto", "torch") and name not in BACKENDS:
+    if not isinstance(name, str) or (name not in ("auto", "torch") and name not in BACKENDS):
         raise ValueError(f"backend {name!r} is unknown; choose from {', '.join(backend_names())}")
 
 

@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.operation import Outputs, TorchOperation
-from mambakit.ops.shapes import Sizes, bind, cast, check_floats, check_integers, check_lengths, check_segments
+from mambakit.ops.shapes import (
+    Sizes,
+    bind,
+    cast,
+    check_flag,
+    check_floats,
+    check_integers,
+    check_lengths,
+    check_segments,
+)
 
 
 def _outputs(x_bsv: Tensor, weight_vk: Tensor, *others: Any) -> Outputs:
@@ -63,6 +72,7 @@ def causal_conv(
     tensors = (x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
     size = check_sizes(*tensors)
     check_floats({"x_bsv": x_bsv}, {"weight_vk": weight_vk, "bias_v": bias_v, "window_bvk": window_bvk})
+    check_flag("silu", silu)
     if segments_bs is not None:
         check_segments(segments_bs)
     if lengths_b is not None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, cast, check_beside, check_floats, check_tensors
+from mambakit.ops.shapes import bind, cast, check_beside, check_flag, check_floats, check_tensors, number
 
 
 def rms_norm(
@@ -46,7 +46,8 @@ def gated_rms_norm(
     width = x.shape[-1] if x.dim() else 0
     if width < 1:
         raise ValueError(f"x needs a last axis of at least one channel, got shape {tuple(x.shape)}")
-    group_size = check_group_size(group_size, width)
+    group_size, eps = check_group_size(group_size, width), number("eps", eps)
+    check_flag("norm_before_gate", norm_before_gate)
     if z is not None and z.shape != x.shape:
         raise ValueError(f"z has shape {tuple(z.shape)} but x has {tuple(x.shape)}")
     if weight is not None and weight.shape != (width,):
@@ -101,7 +102,8 @@ def finish(
     optional = {"weight_i": weight_i, "mimo_x_mi": mimo_x_mi, "mimo_z_mi": mimo_z_mi, "mimo_o_mi": mimo_o_mi}
     bind({**data, "skip_i": skip_i}, **optional)
     check_floats({**data}, {"skip_i": skip_i, **optional})
-    group_size = check_group_size(group_size, z_bsi.shape[-1])
+    group_size, eps = check_group_size(group_size, z_bsi.shape[-1]), number("eps", eps)
+    check_flag("norm_before_gate", norm_before_gate)
     order = NORM_FIRST if norm_before_gate else GATE_FIRST
     inputs = (
         y_bsmi.flatten(0, 1),
@@ -183,7 +185,7 @@ FINISH = TorchOperation(
 
 def check_group_size(group_size: int | None, width: int) -> int:
     group_size = width if group_size is None else group_size
-    if group_size < 1 or width % group_size:
+    if type(group_size) is not int or group_size < 1 or width % group_size:
         raise ValueError(f"group_size = {group_size} does not divide the {width} channels of x")
     return group_size
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.segments import before_segment
-from mambakit.ops.shapes import bind, check_floats, check_segments
+from mambakit.ops.shapes import bind, check_floats, check_segments, number
 
 IDENTITY = (1.0, 0.0, 0.0, 0.0)
 
@@ -22,7 +22,7 @@ def unit_quaternion(rot_bshj3: Tensor, dt_bsh: Tensor, rotation_range: float = 1
     """
     bind({"rot_bshj3": rot_bshj3, "dt_bsh": dt_bsh})
     wide = check_floats({"rot_bshj3": rot_bshj3}, {"dt_bsh": dt_bsh})
-    rot_bshj3 = rot_bshj3.to(wide)
+    rot_bshj3, rotation_range = rot_bshj3.to(wide), number("rotation_range", rotation_range)
     size_bshj1 = length(rot_bshj3)
     half_turn_bshj1 = dt_bsh.to(wide)[..., None, None] * (rotation_range * math.pi / 2) * torch.tanh(size_bshj1)
     # Sine over size first: both vanish with rot, their quotient does not.

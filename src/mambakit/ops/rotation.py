@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mambakit.ops.segments import before_segment
-from mambakit.ops.shapes import bind, check_floats, check_segments
+from mambakit.ops.shapes import bind, check_floats, check_segments, number
 
 
 def running_angle(
@@ -26,7 +26,7 @@ def running_angle(
     dtype = check_floats({"rot_bsa": rot_bsa}, {"dt_bsh": dt_bsh, "angle_bha": angle_bha})
     # An angle is used modulo a turn while its sum grows with the sequence: float32 would lose its digits.
     wide = torch.float32 if rot_bsa.device.type == "mps" else torch.float64
-    rate_bsa = rotation_range * math.pi * torch.tanh(rot_bsa.to(wide))
+    rate_bsa = number("rotation_range", rotation_range) * math.pi * torch.tanh(rot_bsa.to(wide))
     total_bsha = (dt_bsh.to(wide)[..., None] * rate_bsa[:, :, None]).cumsum(dim=1)
     if angle_bha is not None:
         total_bsha = total_bsha + angle_bha[:, None]

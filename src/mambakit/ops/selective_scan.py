@@ -15,7 +15,7 @@ from torch import Tensor
 from mambakit.ops.activations import softplus
 from mambakit.ops.backends import TORCH
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
+from mambakit.ops.shapes import bind, check_flag, check_floats, check_segments, full_precision
 
 BLOCK_ELEMENTS = 1 << 18
 """State entries in each array of a block: a megabyte or so, so that the passes over a block stay in cache."""
@@ -63,6 +63,7 @@ def selective_scan(
     if segments_bs is not None:
         bind({"x_bsi": x_bsi}, segments_bs=segments_bs)
         check_segments(segments_bs)
+    check_flag("dt_softplus", dt_softplus)
     dtype = state_dtype(named)
     fresh_bs = None
     if segments_bs is not None and x_bsi.shape[1]:

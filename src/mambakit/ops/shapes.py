@@ -1,6 +1,8 @@
 """What a public op checks at its door: sizes by the letters in the names, devices, dtypes."""
 
 import contextlib
+import math
+import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -153,6 +155,21 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+def number(name: str, value: Any) -> float:
+    """A finite one, as torch takes it: larger integers than it has are floats."""
+    try:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError
+        return float(value)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a finite number") from None
+
+
+def check_flag(name: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected True or False")
 
 
 def check_integers(name: str, tensor: Tensor, what: str = "integers") -> None:

@@ -32,7 +32,7 @@ class SsdPath:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
+        if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm {self.algorithm!r} is unknown; choose from {', '.join(ALGORITHMS)}")
         check_backend(self.backend)
         if self.chunk_len is not None and (type(self.chunk_len) is not int or self.chunk_len < 1):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mambakit.blocks.caches import clone, detach
+from mambakit.ops.shapes import check_tensors
 
 
 def run_in_segments(
@@ -82,7 +83,11 @@ def _cut(
         raise ValueError(f"segment_len is {segment_len!r}, expected a positive integer")
     if options.get("cu_seqlens") is not None:
         raise ValueError("packed sequences (cu_seqlens) cannot be cut into segments; name their starts in reset_bs")
+    check_tensors({"x_bsd": x_bsd})
+    if x_bsd.dim() < 2:
+        raise ValueError(f"x_bsd needs a batch and a sequence, got shape {tuple(x_bsd.shape)}")
     flags = {name: t for name, t in {"mask_bs": mask_bs, "reset_bs": reset_bs}.items() if t is not None}
+    check_tensors(flags)
     for name, flags_bs in flags.items():
         if flags_bs.shape != x_bsd.shape[:2]:
             raise ValueError(
@@ -90,7 +95,7 @@ def _cut(
             )
     pieces, start = [], 0
     # `split`, not slices: its backward joins the gradients of all pieces once instead of padding each to full length.
-    for x_bld in x_bsd.split(segment_len, 1):
+    for x_bld in x_bsd.split(segment_len, 1) if x_bsd.shape[1] > segment_len else (x_bsd,):
         where = slice(start, start + x_bld.shape[1])
         pieces.append(_Piece(where, x_bld, {name: t[:, where] for name, t in flags.items()} | options))
         start = where.stop
