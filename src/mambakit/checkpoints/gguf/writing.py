@@ -170,7 +170,8 @@ def encoded(gguf: Any, called: str, tensor: Tensor, kind: str) -> tuple[np.ndarr
         type = types.F32
     elif array.shape[-1] % gguf.GGML_QUANT_SIZES[type][0]:
         type = types.F16
-    found = gguf.quants.quantize(array, type)
+    with np.errstate(over="ignore"):  # looked for below
+        found = gguf.quants.quantize(array, type)
     if type == types.F16 and not np.isfinite(found).all():
         raise ValueError(f"{called} has numbers that F16 does not hold; choose F32")
     return found, type
