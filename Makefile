@@ -17,7 +17,7 @@ KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint format bench site kernels headers sanitize sanitize-threads fuzz mutations torture serve-proofs wheel wheel-check clean
+.PHONY: demo test quick check lint format bench site kernels headers sanitize sanitize-threads fuzz mutations llama-check torture serve-proofs wheel wheel-check clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -93,6 +93,12 @@ MUTATIONS ?= 5000
 MUTATIONS_FROM ?= 0
 mutations: .venv/.ok kernels
 	MAMBAKIT_MUTATIONS=$(MUTATIONS) MAMBAKIT_MUTATIONS_FROM=$(MUTATIONS_FROM) $(PY) -m pytest -n 0 tests/test_mutations.py
+
+# Files for llama.cpp read by llama.cpp itself, in an environment of its own: its package compiles for some minutes.
+LLAMA ?= 0.3.36
+llama-check: .venv/.ok kernels
+	$(PIP) install -q --target build/llama --no-deps llama-cpp-python==$(LLAMA) diskcache
+	PYTHONPATH=build/llama $(PY) -m pytest -n 0 tests/test_gguf_writing.py -k llama
 
 # Training runs killed at random moments, on full disks and two at a time; each end has to be that of an untouched run.
 KILLS ?= 1000

@@ -81,18 +81,23 @@ def test_onnx(name, tmp_path):
     pytest.importorskip("onnxscript")
     model = make_model(name)
     prefill, step = (
-        runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        for file in save_onnx(model, tmp_path, tokens=9)
+        runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"]) for file in save_onnx(model, tmp_path)
     )
     names = state_names(model)
     assert [put.name for put in step.get_inputs()] == ["ids", *names]
+    assert prefill.get_inputs()[0].shape == ["batch", "sequence"]
+    assert prefill.get_outputs()[0].shape == ["batch", "sequence", 40]
+    assert all(put.shape[0] == "batch" for put in [*step.get_inputs(), *step.get_outputs()])
     ids = torch.randint(40, (3, 9))
 
     def feed(ids, state):
         tensors = dict(zip(["ids", *names], [ids, *state], strict=True))
         return {name: torch.as_tensor(tensor).numpy() for name, tensor in tensors.items()}
 
-    found = prefill.run(None, feed(ids, fresh_state(model, 3)))
+    for length in (4, 130, 9):  # the last one is gone on from
+        ids = torch.randint(40, (3, length))
+        found = prefill.run(None, feed(ids, fresh_state(model, 3)))
+        assert_equal(found, eager(model, ids))
     expected = eager(model, ids)
     assert_equal(found, expected)
     for turn in range(3):
@@ -136,3 +141,21 @@ def test_errors(tmp_path):
         save_step_package(make_model("mamba2"), tmp_path / "step.so")
     with pytest.raises(ValueError, match="LanguageModel"):
         export_step(mk.Mamba2(CONFIGS["mamba2"]))
+
+
+def test_quantized_models_are_refused():
+    with pytest.raises(ValueError, match="quantized models are not exported; export the one it was made from"):
+        export_step(mk.quantize(make_model("mamba2"), 8))
+
+
+def test_no_compiler_is_one_line(monkeypatch, tmp_path):
+    from torch._inductor import cpp_builder, exc
+
+    def refuse():
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", refuse)
+    with pytest.raises(
+        ValueError, match=r"AOTInductor compiles C\+\+, and no compiler was found; install g\+\+ or set CXX"
+    ):
+        save_step_package(make_model("mamba2"), tmp_path / "step.pt2")

@@ -42,8 +42,10 @@ from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.trapezoid import trapezoid
 from mambakit.text.tokenizer import Tokenizer, load_tokenizer
+from mambakit.training.publishing import push_to_hub
 from mambakit.training.segments import run_in_segments
 
+from_pretrained = load_model
 Mamba2SsdPath = SsdPath
 Mamba3SsdPath = SsdPath
 
@@ -100,6 +102,7 @@ __all__ = [
     "causal_conv",
     "depth_aware_bias",
     "explain",
+    "from_pretrained",
     "generate",
     "generate_text",
     "load_lora",
@@ -107,6 +110,7 @@ __all__ = [
     "load_tokenizer",
     "merge_lora",
     "param_groups",
+    "push_to_hub",
     "quantize",
     "run_in_segments",
     "save_lora",

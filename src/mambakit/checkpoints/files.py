@@ -29,8 +29,8 @@ PACKED = (*DTYPES, torch.int8, torch.uint8)
 """Of models with quantized weights."""
 
 
-def find_directory(path_or_hub_name: str | os.PathLike[str]) -> Path:
-    """A directory that is there, or a copy of what the hub has under a name like `owner/model`.
+def find_directory(path_or_hub_name: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """A directory that is there, or a copy of what the hub has under a name like `owner/model`, in some revision.
 
     In the folder of a training run it is that of the model, or of the adapter where no merged model was kept.
     """
@@ -43,23 +43,23 @@ def find_directory(path_or_hub_name: str | os.PathLike[str]) -> Path:
     name = str(path_or_hub_name)
     if not isinstance(path_or_hub_name, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise ValueError(f"there is no directory {path}")
-    return _download(name)
+    return _download(name, revision)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ValueError(
             f"there is no directory {name}; to get it from the hub, pip install huggingface_hub"
         ) from error
-    directory = Path()
+    directory, version = Path(), {} if revision is None else {"revision": revision}
     try:
         for weights in WEIGHTS:
             stem, suffix = os.path.splitext(weights)
             # Descriptions too: how its text is written in tokens, and what its chats look like.
             patterns = ["*.json", "*.jinja", weights, f"{stem}-*{suffix}", "adapter_model.safetensors"]
-            directory = Path(snapshot_download(name, allow_patterns=patterns))
+            directory = Path(snapshot_download(name, allow_patterns=patterns, **version))
             if find_weights(directory):
                 break
     except Exception as error:  # the hub's client raises its own and its transport's

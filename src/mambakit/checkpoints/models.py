@@ -36,6 +36,7 @@ def load_model(
     a_activation: str | None = None,
     norm_group_size: int | None = None,
     dt_limit: tuple[float, float] | None = None,
+    revision: str | None = None,
 ) -> LanguageModel:
     """The model in a directory or a GGUF file, or on the hub under a name like `owner/model`; see docs/checkpoints.md.
 
@@ -45,8 +46,8 @@ def load_model(
     Parameters get the dtype they have in a model of `dtype`, by default that of the stored projections, for GGUF
     float32: decays and other parameters that a half-precision model keeps in float32 are float32. `a_activation`
     ("heavy_tail" or "softplus") says what official Mamba-3 checkpoints do not, `norm_group_size` what Mamba-2 ones of
-    transformers do not, `dt_limit` what Nemotron's do not. Whatever does not fit raises ValueError, and no code from
-    the files is run.
+    transformers do not, `dt_limit` what Nemotron's do not. `revision` is a commit, branch or tag on the hub.
+    Whatever does not fit raises ValueError, and no code from the files is run.
 
     Examples:
         >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
@@ -57,13 +58,16 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype} is not one of {', '.join(map(str, DTYPES))}")
-    if gguf.is_file(path_or_hub_name):
-        place, name, described = Path(path_or_hub_name), "gguf", "metadata"
+    if revision is not None and Path(path_or_hub_name).exists():
+        raise ValueError(f"revision = {revision!r} is for names on the hub, and {path_or_hub_name} is here")
+    file = gguf.find(path_or_hub_name)
+    if file is not None:
+        place, name, described = file, "gguf", "metadata"
         found, tensors = gguf.read(place)
         # Types are mixed in these files, and none of them is the model's.
         dtype = dtype or torch.float32
     else:
-        place, described = find_directory(path_or_hub_name), CONFIG
+        place, described = find_directory(path_or_hub_name, revision), CONFIG
         if is_adapter(place) and not (place / CONFIG).is_file():
             given = {"a_activation": a_activation, "norm_group_size": norm_group_size, "dt_limit": dt_limit}
             return merge_lora(load_lora(load_model(base_of(place), dtype=dtype, device=device, **given), place))

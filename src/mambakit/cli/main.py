@@ -31,6 +31,9 @@ VERBS = (
     Entry("bench", "time and memory beside this machine's limits", "mambakit.cli.bench"),
     Entry("doctor", "what is installed, what is used, and whether its numbers are right", "mambakit.cli.doctor"),
     Entry("convert", "change the format of a checkpoint", "mambakit.cli.convert"),
+    Entry("quantize", "a checkpoint with weights in 8 or 4 bits", "mambakit.cli.quantize"),
+    Entry("export", "files for llama.cpp, ONNX runtimes or AOTInductor", "mambakit.cli.export"),
+    Entry("push", "publish a model on the hub, with a card", "mambakit.cli.push"),
 )
 
 

@@ -1,6 +1,6 @@
 """A language model as programs for other runtimes: `torch.export`, ONNX, AOTInductor. See docs/export.md.
 
-Two programs with the state as explicit tensors. `prefill` takes a fixed number of tokens, `step` takes one:
+Two programs with the state as explicit tensors. `prefill` takes several tokens, `step` takes one:
 
     (ids_bs, *state) -> (logits_bsw, *state)        (ids_b, *state) -> (logits_bw, *state)
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.models.language_model import LanguageModel
+from mambakit.models.quantization import quantized_in
 from mambakit.ops.backends import use_backend
 from mambakit.ops.decompositions import DECOMPOSITIONS
 from mambakit.optional import need
@@ -83,6 +84,8 @@ def grows(cache: Any) -> bool:
 def check_exportable(model: LanguageModel) -> None:
     if not isinstance(model, LanguageModel):
         raise ValueError(f"only a LanguageModel can be exported this way, got {type(model).__name__}")
+    if quantized_in(model):
+        raise ValueError("quantized models are not exported; export the one it was made from")
     cache = model.fresh_cache(1)
     if hasattr(cache, "_fields"):
         raise ValueError("models with class latents carry cursors besides their state; export a model without them")
@@ -92,11 +95,13 @@ def check_exportable(model: LanguageModel) -> None:
         raise ValueError(f"{told}; export a model without attention")
 
 
-def export_prefill(model: LanguageModel, tokens: int) -> Program:
-    """A program for exactly `tokens` tokens, at least 2, of any number of rows."""
-    if tokens < 2:
+def export_prefill(model: LanguageModel, tokens: int | None = None) -> Program:
+    """A program for any number of rows, of exactly `tokens` tokens, or of any number from `fewest_tokens` on."""
+    if tokens is not None and tokens < 2:
         raise ValueError(f"prefill of {tokens} tokens; it takes at least 2, export_step takes one")
-    return _export(model, torch.zeros(2, tokens, dtype=torch.int64), one_token=False)
+    check_exportable(model)
+    example = torch.zeros(2, EXAMPLE_TOKENS if tokens is None else tokens, dtype=torch.int64)
+    return _export(model, example, one_token=False, fewest=fewest_tokens(model) if tokens is None else None)
 
 
 def export_step(model: LanguageModel) -> Program:
@@ -104,31 +109,56 @@ def export_step(model: LanguageModel) -> Program:
     return _export(model, torch.zeros(2, dtype=torch.int64), one_token=True)
 
 
-def save_onnx(model: LanguageModel, folder: str | os.PathLike[str], *, tokens: int = 64) -> tuple[Path, Path]:
+EXAMPLE_TOKENS = 300
+"""More than a chunk of any scan, and no multiple of one."""
+
+
+def fewest_tokens(model: LanguageModel) -> int:
+    """That a prefill of a free length takes: those that the longest filter reads, whose window is then all new."""
+    kernels = [getattr(getattr(part, "config", None), "conv_kernel", 1) for part in model.modules()]
+    return max(3, *kernels)
+
+
+def save_onnx(model: LanguageModel, folder: str | os.PathLike[str], *, tokens: int | None = None) -> tuple[Path, Path]:
     """Write `prefill.onnx` and `step.onnx`; inputs and outputs are `ids`, `logits` and the names of `state_names`.
 
-    The state comes out as `next_` plus its name. Needs the packages of `mambakit[export]`.
+    Their free axes are called `batch` and, unless `tokens` gives a length, `sequence`. The state comes out as `next_`
+    plus its name. Needs the packages of `mambakit[export]`.
     """
     # Without them torch fails far from here.
     need("writing ONNX", "onnx", "onnxscript")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     names = state_names(model)
+    programs = {"prefill": export_prefill(model, tokens), "step": export_step(model)}
+    folder.mkdir(parents=True, exist_ok=True)
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
     files = []
-    for name, program in (("prefill", export_prefill(model, tokens)), ("step", export_step(model))):
+    for name, program in programs.items():
         file = folder / f"{name}.onnx"
-        torch.onnx.export(
+        written = torch.onnx.export(
             program.run_decompositions(DECOMPOSITIONS),
             (),
-            str(file),
             input_names=["ids", *names],
             output_names=["logits", *(f"next_{state}" for state in names)],
             dynamo=True,
-            external_data=False,
             verbose=False,
         )
+        assert written is not None
+        written.rename_axes(_free_axes(program))
+        written.save(file, external_data=size > MAX_IN_ONE_FILE)
         files.append(file)
     return files[0], files[1]
+
+
+MAX_IN_ONE_FILE = 1 << 30
+"""Bytes of weights beyond which ONNX has them in a file of their own; it can hold two gigabytes."""
+
+
+def _free_axes(program: Program) -> dict[str, str]:
+    """What torch calls the free axes of the ids, and what we do."""
+    ids = next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == "ids")
+    axes = zip(ids.meta["val"].shape, ("batch", "sequence"), strict=False)
+    return {str(size): name for size, name in axes if not isinstance(size, int)}
 
 
 def save_step_package(model: LanguageModel, file: str | os.PathLike[str]) -> Path:
@@ -136,19 +166,32 @@ def save_step_package(model: LanguageModel, file: str | os.PathLike[str]) -> Pat
     file = Path(file)
     if file.suffix != ".pt2":
         raise ValueError(f"{file.name}: a package of AOTInductor has to end in .pt2")
+    check_compiler()
+    program = export_step(model)
     file.parent.mkdir(parents=True, exist_ok=True)
-    return Path(torch._inductor.aoti_compile_and_package(export_step(model), package_path=str(file)))
+    return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(file)))
 
 
-def _export(model: LanguageModel, ids: Tensor, *, one_token: bool) -> Program:
+def check_compiler() -> None:
+    """ValueError if there is none for AOTInductor to use."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise ValueError("AOTInductor compiles C++, and no compiler was found; install g++ or set CXX") from error
+
+
+def _export(model: LanguageModel, ids: Tensor, *, one_token: bool, fewest: int | None = None) -> Program:
     check_exportable(model)
     state = fresh_state(model, len(ids))
     ids = ids.to(state[0].device)
     batch = torch.export.Dim("batch", min=1)
+    free = {0: batch} if fewest is None else {0: batch, 1: torch.export.Dim("sequence", min=fewest)}
     # Fused kernels are for this machine; a program is for any.
     with torch.no_grad(), use_backend("torch"):
         return torch.export.export(
             WithState(model, one_token).eval(),
             (ids, *state),
-            dynamic_shapes={"ids": {0: batch}, "state": tuple({0: batch} for _ in state)},
+            dynamic_shapes={"ids": free, "state": tuple({0: batch} for _ in state)},
         )

@@ -11,6 +11,7 @@ from mambakit.blocks.block import Options, check_options, resets
 from mambakit.blocks.config import check_config, check_positive
 from mambakit.blocks.modules import Linear
 from mambakit.models.layer import make_norm
+from mambakit.models.pretrained import Pretrained
 from mambakit.models.stack import Stack, StackCache, StackConfig
 from mambakit.ops.shapes import check_beside, check_dense
 from mambakit.ops.ssd_path import SsdPath
@@ -54,7 +55,7 @@ class Backbone(Stack):
         self.norm_f = make_norm(config.d_model, config.rms_norm, config.norm_eps, **made)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Pretrained):
     """Token ids to logits: `logits_bsw, cache = model(ids_bs, cache)`.
 
     Examples:

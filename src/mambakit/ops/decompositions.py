@@ -6,12 +6,16 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.ops.grouped_product import GROUPED_PRODUCT
 from mambakit.ops.selective_scan import SELECTIVE_SCAN
 from mambakit.ops.ssd import SSD, in_chunks
-from mambakit.ops.ssd_chunked import ssd_minimal
+from mambakit.ops.ssd_chunked import ssd_minimal, sums_between
+
+CHUNK = 128
+"""Tokens, where the length is free: the decays between all pairs of chunks are fewer than the states up to 128^2."""
 
 
 def plain_ssd(*inputs_and_backend: Any) -> list[Tensor]:
@@ -28,27 +32,38 @@ def plain_selective_scan(
     state_bir: Tensor,
     *others: Any,
 ) -> list[Tensor]:
-    """`scan_tokens` by doubling: after step k every state holds the writes of the last 2^k tokens."""
+    """`scan_tokens` in chunks, each by doubling: after step k every state holds the writes of the last 2^k tokens.
+
+    A length that is known is one chunk; one that is free is filled up with tokens that change nothing.
+    """
     *_, fresh_bs, _, _ = others
-    width = x_bsi.shape[2] // b_bsgr.shape[2]
+    length, width = x_bsi.shape[1], x_bsi.shape[2] // b_bsgr.shape[2]
+    chunk = length if isinstance(length, int) else CHUNK
     x, dt, b, c = (tensor.to(a_ir.dtype) for tensor in (x_bsi, dt_bsi, b_bsgr, c_bsgr))
     b_bsir, c_bsir = (t.repeat_interleave(width, 2) for t in (b, c))
-    decay_bsir = torch.exp(dt[..., None] * a_ir)
+    gap_bsir = dt[..., None] * a_ir
     if fresh_bs is not None:
-        decay_bsir = torch.where(fresh_bs[..., None, None], 0, decay_bsir)
-    state_bsir = (dt * x)[..., None] * b_bsir
-    entering_b1ir = decay_bsir[:, :1] * state_bir[:, None]
-    state_bsir = torch.cat([state_bsir[:, :1] + entering_b1ir, state_bsir[:, 1:]], 1)
-    shift, length = 1, x_bsi.shape[1]
-    while shift < length:
-        earlier, later = slice(None, length - shift), slice(shift, None)
-        state_bsir = torch.cat(
-            [state_bsir[:, :shift], state_bsir[:, later] + decay_bsir[:, later] * state_bsir[:, earlier]], 1
-        )
-        decay_bsir = torch.cat([decay_bsir[:, :shift], decay_bsir[:, later] * decay_bsir[:, earlier]], 1)
+        gap_bsir = gap_bsir.masked_fill(fresh_bs[..., None, None], -torch.inf)
+
+    def chunked(tensor_bsir: Tensor) -> Tensor:
+        return F.pad(tensor_bsir, (0, 0, 0, 0, 0, -length % chunk)).unflatten(1, (-1, chunk))
+
+    gap_bnlir, state_bnlir = chunked(gap_bsir), chunked((dt * x)[..., None] * b_bsir)
+    decay_bnlir, shift = gap_bnlir.exp(), 1
+    while shift < chunk:
+        earlier, later = slice(None, chunk - shift), slice(shift, None)
+        held_bnlir = state_bnlir[:, :, later] + decay_bnlir[:, :, later] * state_bnlir[:, :, earlier]
+        state_bnlir = torch.cat([state_bnlir[:, :, :shift], held_bnlir], 2)
+        both_bnlir = decay_bnlir[:, :, later] * decay_bnlir[:, :, earlier]
+        decay_bnlir = torch.cat([decay_bnlir[:, :, :shift], both_bnlir], 2)
         shift *= 2
-    y_bsi = (state_bsir * c_bsir).sum(-1)
-    return [y_bsi.to(x_bsi.dtype), state_bsir[:, -1].contiguous()]
+    # From chunk to chunk as `pass_states_at_once` does it.
+    ends_bNir = torch.cat([state_bir[:, None], state_bnlir[:, :, -1]], 1)
+    gap_birN = F.pad(gap_bnlir.sum(2).permute(0, 2, 3, 1), (1, 0))
+    entering_bNir = torch.einsum("birNM,bMir->bNir", sums_between(gap_birN).exp(), ends_bNir)
+    state_bnlir = state_bnlir + decay_bnlir * entering_bNir[:, :-1, None]
+    y_bsi = (state_bnlir.flatten(1, 2)[:, :length] * c_bsir).sum(-1)
+    return [y_bsi.to(x_bsi.dtype), entering_bNir[:, -1].contiguous()]
 
 
 def plain_grouped_product(x_ni: Tensor, weight_eoi: Tensor, counts_e: Tensor, backend: str) -> list[Tensor]:

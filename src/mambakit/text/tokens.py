@@ -191,6 +191,10 @@ def _read_tokenizer(path: Path) -> Any:
         raise ValueError(f"{path} is not a file of the tokenizers package: {error}") from error
 
 
+def describes_text(model_dir: Path) -> bool:
+    return (model_dir / TEXT).is_file() or (model_dir / TOKENIZER).is_file()
+
+
 def copy_description(source: Path, target: Path) -> None:
     """Take along what a model's directory says of its text, if it does."""
     if source.resolve() == target.resolve():

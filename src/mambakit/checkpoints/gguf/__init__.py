@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mambakit.checkpoints.fields import shown
+from mambakit.checkpoints.files import CONFIG
 from mambakit.checkpoints.formats import Read
 from mambakit.checkpoints.gguf.container import read_header, stored
 from mambakit.checkpoints.gguf.described import Described
@@ -17,10 +18,15 @@ from mambakit.optional import need
 SUFFIX = ".gguf"
 
 
-def is_file(path_or_hub_name: str | os.PathLike[str]) -> bool:
-    """Whether it names such a file, be it there or not."""
+def find(path_or_hub_name: str | os.PathLike[str]) -> Path | None:
+    """The file that is named so, be it there or not, or the only one in a directory without another checkpoint."""
     path = Path(path_or_hub_name)
-    return path.suffix.lower() == SUFFIX and not path.is_dir()
+    if not path.is_dir():
+        return path if path.suffix.lower() == SUFFIX else None
+    if (path / CONFIG).exists():
+        return None
+    found = [one for one in path.iterdir() if one.suffix.lower() == SUFFIX]
+    return found[0] if len(found) == 1 else None
 
 
 def read(path: Path) -> tuple[Read, dict[str, Tensor]]:
