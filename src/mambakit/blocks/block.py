@@ -70,11 +70,13 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """In the dtype and on the device of a parameter, and a plain tensor even where that is a share of one."""
+        check_batch(shape[0])
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def learned(self, name: str, batch: int) -> Tensor:
         """A parameter for each row."""
         parameter = getattr(self, name)
+        check_batch(batch)
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"{name} is a share of a parameter until the block runs; call it without a cache")
         return parameter.expand(batch, *parameter.shape)
@@ -241,6 +243,11 @@ def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
     return dt_bsX.masked_fill(beyond_bs[..., None], 0)
 
 
+def check_batch(batch: Any) -> None:
+    if not torch.compiler.is_compiling() and (type(batch) is not int or not 0 <= batch < 2**63):
+        raise ValueError(f"batch is {batch!r}, expected a whole number of at least 0")
+
+
 def check_input(block: Any, x_bsd: Tensor) -> None:
     check_dense("x_bsd", x_bsd)
     if not isinstance(x_bsd, Tensor) or x_bsd.dim() != 3:
@@ -280,6 +287,7 @@ def check_token(block: Any, x_bd: Tensor) -> None:
 
 def one_each(name: str, flags_b: Tensor) -> Tensor:
     """Flags of one token for each row, as `forward` takes them."""
+    check_dense(name, flags_b)
     if not isinstance(flags_b, Tensor) or flags_b.dim() != 1:
         given = tuple(flags_b.shape) if isinstance(flags_b, Tensor) else type(flags_b).__name__
         raise ValueError(f"{name} needs 1 axis (batch), got {given}")

@@ -13,7 +13,7 @@ from mambakit.blocks.caches import concat, select
 from mambakit.inference.constraints import Constraint, constrained
 from mambakit.inference.decoder import make_decoder
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
-from mambakit.inference.prompts import Ids, Prompts, Stop, read_prompts, read_stops
+from mambakit.inference.prompts import Ids, Prompts, Stop, check_language_model, read_prompts, read_stops
 from mambakit.inference.sampling import Sampler, check_count, penalise, row_seeds, uniform
 from mambakit.inference.speculation import KINDS, Speculation, close, why_not
 from mambakit.models.language_model import LanguageModel
@@ -72,6 +72,7 @@ class Stream(Iterator[Tensor]):
     ):
         check_count("max_new_tokens", max_new_tokens, least=0)
         check_count("prefill_chunk", prefill_chunk, least=1)
+        check_language_model(model)
         if model.backbone.levels:
             raise ValueError("generation is for models without latents: rows of all lengths would share their places")
         if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):

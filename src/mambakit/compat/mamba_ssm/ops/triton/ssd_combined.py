@@ -12,7 +12,7 @@ from mambakit.compat.mamba2_core import scan, scan_packed
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mambakit.compat.mamba_ssm.ops.triton.layernorm_gated import layernorm_fn
 from mambakit.compat.packing import segments_of
-from mambakit.ops.shapes import bind
+from mambakit.ops.shapes import bind, check_floats
 
 __all__ = [
     "mamba_chunk_scan",
@@ -61,6 +61,7 @@ def mamba_chunk_scan_combined(
     bind(x_bshp=x, B_bsgr=B, initial_states_bhpr=initial_states)
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
     da = dt * A
+    segments_of(seq_idx, size.b, size.s)  # for what it refuses
     if seq_idx is not None and initial_states is not None and size.s:
         initial_states = initial_states * (seq_idx[:, 0] == 0)[:, None, None, None]
     # The core takes x, B and C in one dtype, which is that of its output: not to be rounded before skip and gate.
@@ -201,6 +202,8 @@ def mamba_split_conv1d_scan_combined(
         out = torch.cat((F.silu(z_mlp) * x_mlp, out), dim=-1)
     if outproj_weight is not None:
         bind(out_bsq=out, outproj_weight_dq=outproj_weight, outproj_bias_d=outproj_bias)
+        if not torch.is_autocast_enabled(out.device.type):
+            check_floats({"out": out, "outproj_weight": outproj_weight, "outproj_bias": outproj_bias})
         out = F.linear(out, outproj_weight, outproj_bias)
     return (out, final_states) if return_final_states else out
 
