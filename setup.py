@@ -1,6 +1,6 @@
 """The fused CPU kernels: a plain C library without Python or torch in it, so a C++ compiler is all it takes to build.
 
-Optional: where it cannot be built, mambakit installs and runs on torch alone; the installation and `mambakit doctor` say so.
+Optional: where it cannot be built, mambakit runs on torch alone; the installation and `mambakit doctor` say so.
 """
 
 import contextlib

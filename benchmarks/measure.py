@@ -1,6 +1,7 @@
 """What every benchmark shares: the measuring tools of the package, and the JSON file it leaves."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from mambakit.tools.measure import environment, gemm_task, interleaved, median, peak_bytes, progress, table
 
-__all__ = ["gemm_task", "interleaved", "median", "peak_bytes", "progress", "table", "write_json"]
+__all__ = ["gemm_task", "interleaved", "median", "peak_bytes", "progress", "resident_bytes", "table", "write_json"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -22,6 +23,11 @@ def machine() -> dict[str, Any]:
         "command": "python -m benchmarks." + Path(sys.argv[0]).stem + "".join(f" {word}" for word in sys.argv[1:]),
         **environment(),
     }
+
+
+def resident_bytes() -> int:
+    """Of this process's memory, as Linux counts it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def write_json(name: str, result: dict[str, Any]) -> Path:

@@ -37,6 +37,8 @@ SLOW = {
     "test_cli_serve.py::test_a_graceful_end",
     "test_cli_serve.py::test_the_key_may_come_from_the_environment",
     "test_cli_serve.py::test_what_takes_longer_than_the_grace_is_cut",
+    "test_serve_proofs.py::",
+    "test_serve_ray.py::test_two_replicas",
     "test_compat.py::test_running_a_script",
     "test_compat_errors.py::test_checkpoints_in_other_formats",
     "test_compile.py::test_compile",

@@ -63,13 +63,16 @@ def sources(folder: Path) -> list[Path]:
         "parts": (mk.Mamba1Config(d_model=16, state_rank=8), {"virtual": Cyclic(5)}, {"max_shard_bytes": 9000}),
         "official": (mk.Mamba2Config(**HEADS), {}, {"format": "official"}),
         "transformers": (mk.Mamba2Config(**HEADS), {}, {"format": "transformers", "max_shard_bytes": 20_000}),
+        "quantized-8": (mk.Mamba2Config(**HEADS), {}, {}),
+        "quantized-4": (mk.Mamba1Config(d_model=16, state_rank=8), {}, {"max_shard_bytes": 5000}),
     }
     for name, (block, options, saving) in made.items():
         if not (folder / name).exists():
             torch.manual_seed(0)
             short = {} if block is None else {"block": block, "n_layer": 2}
             model = mk.LanguageModel(mk.ModelConfig(**short, vocab_size=300, **options))
-            mk.save_model(model, folder / name, **saving)
+            _, _, bits = name.partition("-")
+            mk.save_model(mk.quantize(model, int(bits)) if bits else model, folder / name, **saving)
             TokenizerFile(make_tokenizer(folder)).save(folder / name) if name == "own" else Bytes().save(folder / name)
     for name, kind in HUB.items():
         if not (folder / name).exists():

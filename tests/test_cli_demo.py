@@ -5,7 +5,7 @@ import json
 import pytest
 
 import mambakit as mk
-from mambakit.cli import compressors, demo
+from mambakit.cli import compressors, demo, why_mamba
 from mambakit.cli.main import main
 from trainer_cases import make_documents
 
@@ -23,10 +23,22 @@ def test_a_second_demo_gives_identical_figures(tmp_path, capsys):
     out = tmp_path / "demo"
     assert main(["demo", "--out", str(out), "--steps=4"]) == 0
     printed = capsys.readouterr().out
-    for part in ("what the model writes", "bits per byte", "mambakit (Mamba-3)", "gzip", "bz2", "xz", "zstd"):
+    for part in (
+        "what the model writes",
+        "beside a Transformer",
+        "32,768",
+        "What to type next",
+        "bits per byte",
+        "mambakit (Mamba-3)",
+        "gzip",
+        "bz2",
+        "xz",
+        "zstd",
+    ):
         assert part in printed
     first = (out / "demo.json").read_text()
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("loss.png", "why.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert mk.load_model(out / "model")
     assert main(["demo", "--out", str(out), "--steps=4", "--json"]) == 0
     assert (out / "demo.json").read_text() == first
@@ -46,7 +58,7 @@ def test_the_table_says_when_there_is_no_zstd(monkeypatch):
     measured = compressors.compress_all([b"a" * 1000, b"b" * 1000])
     assert [each.name for each in measured] == ["gzip -9", "bz2 -9", "xz -9e"]
     assert all(0 < each.as_one < each.file_by_file < 8 for each in measured)
-    assert "zstd was not measured" in demo.table(2.0, measured)
+    assert "zstd was not measured" in demo.table(2.0, 1.9, measured)
 
 
 def test_figures_are_sizes_in_bits():
@@ -57,3 +69,14 @@ def test_figures_are_sizes_in_bits():
     total = sum(map(len, contents))
     assert found.file_by_file == 8 * sum(len(bz2.compress(content)) for content in contents) / total
     assert found.as_one == 8 * len(bz2.compress(b"".join(contents))) / total
+
+
+def test_the_transformer_beside_is_of_the_same_size_and_remembers_more():
+    mamba = mk.LanguageModel(mk.ModelConfig(block=demo.BLOCK, n_layer=2, vocab_size=257))
+    transformer = why_mamba.transformer_like(mamba)
+    sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (mamba, transformer)]
+    assert abs(sizes[1] - sizes[0]) < 0.03 * sizes[0]
+    (first, last), (short, long) = why_mamba.measure([mamba, transformer], lengths=(64, 256))
+    assert first.megabytes == last.megabytes
+    assert long.megabytes == pytest.approx(4 * short.megabytes, rel=0.01)
+    assert "256" in why_mamba.table([first, last], [short, long])

@@ -95,7 +95,6 @@ def test_functions(what):
 CLASSES = {
     "bimamba": ("Mamba", {"bimamba_type": "v2"}, TypeError, "bimamba_type belongs to a modified copy of mamba_ssm"),
     "unknown": ("Mamba2", {"d_stat": 4}, TypeError, "Mamba2 has no argument d_stat"),
-    "absorbed": ("Mamba3", {"rope": True}, TypeError, "Mamba3 has no argument rope"),
     "several processes": ("Mamba2", {"process_group": object()}, NotImplementedError, "several processes"),
     "heads": ("Mamba2", {"headdim": 7}, ValueError, "not a multiple of per_head_dim = 7"),
     "rotation": ("Mamba3", {"rope_fraction": 0.25}, ValueError, "has to be 0.5 or 1.0"),
@@ -112,6 +111,16 @@ def test_classes(what):
 def test_dropout_has_no_effect_and_says_so():
     with pytest.warns(UserWarning, match=r"dropout = 0.1 has no effect"):
         official("mamba_ssm", "Mamba3")(16, headdim=8, dropout=0.1)
+
+
+def test_keywords_that_the_official_class_swallows():
+    with pytest.warns(UserWarning, match=r"Mamba3 ignores rope, use_tilelang, as the official one does") as caught:
+        block = official("mamba_ssm", "Mamba3")(16, headdim=8, use_tilelang=True, rope=1)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    states = block.allocate_inference_cache(1, 4, unheard_of=True)
+    with pytest.warns(UserWarning, match=r"Mamba3.step ignores position"):
+        block.step(z(1, 16), *states, position=3)
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Mamba3"])

@@ -1,5 +1,6 @@
-"""Every Python block of README and docs runs as written, and so does every example."""
+"""Every Python and shell block of README and docs runs as written, and so does every example."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,21 +11,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [
     page
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     if "```python" in page.read_text("utf-8")
 ]
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, tmp_path, monkeypatch):
-    """The blocks of a page share their names, in order."""
+    """The blocks of a page share their names and a folder, in order."""
     monkeypatch.chdir(tmp_path)
     names: dict = {"__name__": page.stem}
-    for block in re.finditer(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+    for block in re.finditer(r"^```(python|sh)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        if block.group(1) == "sh":
+            done = subprocess.run(["bash", "-e", "-c", block.group(2)], env=ENVIRONMENT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            continue
         line = page.read_text("utf-8")[: block.start()].count("\n") + 1
         # Padded with lines, so that a failure names the line of the page.
-        exec(compile("\n" * line + block.group(1), str(page), "exec"), names)
+        exec(compile("\n" * line + block.group(2), str(page), "exec"), names)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)

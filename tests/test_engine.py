@@ -1,8 +1,12 @@
 """Many requests at once: each gets what it would get alone."""
 
+import gc
 import itertools
+import os
 import random
 import threading
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +87,66 @@ def test_together_as_alone(name, bits):
     assert sum(request.finish_reason == "cancelled" for request in requests) >= 3
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_to_the_last_bit(name, bits):
+    """Log-probabilities of prompts and tokens, with others there and without."""
+    model, given = make(name, bits), prompts(20, seed=5)
+    asked = [{**options(i), "logprobs": 2, "echo": True} for i in range(20)]
+    engine, draw, requests = Engine(model, prefill_chunk=24), random.Random(2), []
+    for ids, more in zip(given, asked, strict=True):
+        requests.append(engine.add(ids, **more))
+        for _ in range(draw.randrange(3)):
+            engine.step()
+    engine.run()
+    for request, ids, more in zip(requests, given, asked, strict=True):
+        engine = Engine(model, max_rows=1, prefill_chunk=24)
+        want = engine.add(ids, **more)
+        engine.run()
+        assert len(want.prompt_logprobs) == len(ids) - 1
+        assert (request.prompt_logprobs, request.logprobs) == (want.prompt_logprobs, want.logprobs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_that_are_read_together(name):
+    model, given = make(name), prompts(13)
+    engine = Engine(model, prefill_chunk=16, prefill_rows=5)
+    requests = [engine.add(ids, **options(i)) for i, ids in enumerate(given)]
+    engine.step()
+    requests[4].cancel()
+    engine.run()
+    for i, request in enumerate(requests):
+        if i != 4:
+            assert request.tokens == alone(model, given[i], **options(i))
+    assert requests[4].finish_reason == "cancelled"
+    with pytest.raises(ValueError, match="leave out prefill_rows"):
+        Engine(model, prefix_cache=mk.PrefixCache(), prefill_rows=2)
+
+
+def test_nothing_is_left_behind():
+    """$MAMBAKIT_REQUESTS of them, a third cancelled somewhere: all are let go of, and so is their memory."""
+    count = int(os.environ.get("MAMBAKIT_REQUESTS", "150"))
+    block = mk.Mamba2Config(d_model=64)
+    model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=VOCABULARY))
+    engine = Engine(model, max_rows=8, prefill_chunk=64, prefix_cache=mk.PrefixCache(max_entries=8))
+    draw, running, seen, sizes = random.Random(0), [], [], []
+    for i in range(count):
+        running.append(engine.add(prompts(1, i)[0] * 2, draw.randrange(1, 12), seed=i))
+        seen.append(weakref.ref(running[-1]))
+        while len(running) == 8:
+            engine.step()
+            if draw.random() < 0.1:
+                draw.choice(running).cancel()
+            running = [request for request in running if not request.done]
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    engine.run()
+    running.clear()
+    gc.collect()
+    assert not any(one() for one in seen)
+    assert engine.active == engine.waiting == 0
+    assert sizes[-1] <= 1.05 * sizes[count // 3]
+
+
 @pytest.mark.parametrize("name", ["mamba2", "hybrid"])
 def test_as_generate_gives_it(name):
     model = make(name)
@@ -116,10 +180,23 @@ def test_long_prompts_do_not_hold_up_others():
         engine.step()
     assert len(first.tokens) == 6
     assert not long.tokens
-    assert engine.waiting == 2
+    assert behind.done, "a short prompt does not wait for a long one"
+    assert engine.waiting == 1
     engine.run()
     assert len(long.tokens) == 2
-    assert len(behind.tokens) == 1
+
+
+def test_nor_do_short_ones_hold_up_a_long_one():
+    """Half of the pieces are of the request that came first."""
+    model = make("mamba2")
+    engine = Engine(model, prefill_chunk=16)
+    long = engine.add(list(range(200)), max_new_tokens=1, temperature=0)
+    steps = 0
+    while not long.done:
+        engine.add([steps % VOCABULARY] * 16, max_new_tokens=1, temperature=0)
+        engine.step()
+        steps += 1
+    assert steps <= 2 * (200 // 16 + 1)
 
 
 class TestEnds:
@@ -260,6 +337,25 @@ class TestLogProbs:
             assert one.logprob == pytest.approx(float(want[place, everything[place + 1]]), abs=1e-4)
             assert len(one.likeliest) == 3
             assert max(one.likeliest.values()) == pytest.approx(float(want[place].max()), abs=1e-4)
+
+    def test_of_the_end_of_a_prompt(self):
+        """From a state, and without reading a last token that nothing is asked about."""
+        model, ids = make("mamba2"), prompts(1)[0]
+        engine = Engine(model, prefill_rows=3, prefill_chunk=7)
+        whole = engine.add(ids, 0, logprobs=2, echo=True)
+        states = [engine.add(ids[:length], 0, keep_state=True) for length in (10, len(ids) - 1)]
+        engine.run()
+        ends = [engine.add(ids, 0, logprobs=2, echo=len(one.ids), state=one.state) for one in states]
+        from_start = engine.add(ids, 0, echo=12, logprobs=1)
+        single = engine.add(ids[:1], 0, echo=True)
+        engine.run()
+        for end, length in ((ends[0], 10), (ends[1], len(ids) - 1), (from_start, 12)):
+            want = [one.logprob for one in whole.prompt_logprobs[length - 1 :]]
+            assert [one.logprob for one in end.prompt_logprobs] == pytest.approx(want, abs=1e-4)
+        assert [end.reused_tokens for end in ends] == [10, len(ids) - 1]
+        assert {len(one.likeliest) for one in ends[0].prompt_logprobs} == {2}
+        assert {len(one.likeliest) for one in from_start.prompt_logprobs} == {1}
+        assert single.prompt_logprobs == []
 
 
 class TestTrouble:

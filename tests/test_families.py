@@ -211,6 +211,7 @@ class TestRecords:
         _, struct = PARTS[family.name]
         fields = {**family.step.fields(block), **family.step.prepared(block)}
         carried = [*family.step.places.values(), *(["first", "slots"] if family.step.slots else [])]
+        carried += ["notes"] if family.step.notes else []
         assert sorted(fields_of(struct())) == sorted([*fields, *family.step.projections, *carried])
         assert all(value is None or isinstance(value, Tensor | int | float | str) for value in fields.values())
         assert family.step.places.keys() >= block.cache_shapes(1).keys()

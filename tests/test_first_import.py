@@ -87,7 +87,7 @@ EXTRAS += ["onnx", "onnxscript", "llguidance", "transformers"]
             "an experiment needs matplotlib and scikit-learn: pip install matplotlib scikit-learn",
         ),
         (["train", "--out", "run", "--tensorboard"], "--tensorboard needs tensorboard: pip install tensorboard"),
-        (["generate", "tiny.gguf"], "reading tiny.gguf needs gguf: pip install gguf"),
+        (["generate", "tiny.gguf", "--tokenizer", "bytes"], "reading tiny.gguf needs gguf: pip install gguf"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

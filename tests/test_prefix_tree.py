@@ -15,9 +15,11 @@ from torch import nn
 from blocks import CONFIGS
 from mambakit import LanguageModel, ModelConfig, PrefixCache, generate, stream
 from mambakit.inference import Engine
-from mambakit.inference.generation import prefill_one
 from mambakit.inference.prefix_cache import Plan, Prefix
 from mambakit.inference.radix import WIDTH, Node, Tree, ancestry, pack
+from mambakit.inference.reading import Known, Reading
+from mambakit.inference.requests import Request, Stops
+from mambakit.inference.sampling import Sampler
 
 VOCABULARY = 1000
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=9)
@@ -329,7 +331,8 @@ def test_ends_of_messages_are_reused_from_the_second_prompt_on():
             start = end
         plan = known.plan(served, two, [40, 120])
         assert (plan.reused, plan.cuts) == (120, (150,))
-        x_1d, _ = prefill_one(model, torch.tensor(three), known, served, 32)
+        request = Request(three, max_new_tokens=0, sampler=Sampler(), seed=0, stops=Stops())
+        x_1d, _ = Reading(model, [request], 32, known=Known(known, model)).finish()
         want, _ = model.backbone(model.embed(torch.tensor([three])))
     assert torch.allclose(x_1d, want[:, -1], rtol=1e-4, atol=1e-4)
     assert known.reused_tokens == 240

@@ -1,6 +1,8 @@
 """Quantized weights: each against a plain loop, whole models against their originals, and the loss on text."""
 
 import argparse
+import copy
+import json
 import random
 import typing
 from pathlib import Path
@@ -13,7 +15,20 @@ from torch import Tensor, nn
 
 from blocks import CONFIGS
 from compare import check
-from mambakit import LanguageModel, Mamba2Config, ModelConfig, generate
+from mambakit import (
+    AttentionConfig,
+    LanguageModel,
+    Mamba1Config,
+    Mamba2Config,
+    MLPConfig,
+    ModelConfig,
+    MoE,
+    MoEConfig,
+    ParallelConfig,
+    generate,
+    load_model,
+    save_model,
+)
 from mambakit.models.quantization import (
     NF4,
     STRETCHES,
@@ -281,3 +296,151 @@ def test_models_that_cannot_be_quantized():
         quantize(model)
     with pytest.raises(ValueError, match="at least 2"):
         bits_per_token(model, torch.zeros(1, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_experts_are_their_decoded_matrices(bits, tokens):
+    """Each expert's rows with that expert's matrix, by the kernel for few rows and without it."""
+    torch.manual_seed(0)
+    block = MoE(MoEConfig(40, 24, 5, 2, d_latent=36)).eval()
+    quantized = quantize(block, bits)
+    decoded = copy.deepcopy(block)
+    with torch.no_grad():
+        for name in ("latent_in", "latent_out"):
+            getattr(decoded, name).weight.copy_(getattr(quantized, name).weight)
+        for name in ("experts_in", "experts_out"):
+            stacked = getattr(quantized, name)
+            assert isinstance(stacked, QuantizedLinear)
+            getattr(decoded, name).copy_(stacked.weight.view_as(getattr(block, name)))
+    x = torch.randn(1, tokens, 40)
+    want = decoded(x)[0]
+    check(1e-5, {"with gradients": quantized(x)[0]}, {"with gradients": want}, floor=1e-3)
+    with torch.no_grad():
+        check(1e-5, {"without": quantized(x)[0]}, {"without": want}, floor=1e-3)
+        assert quantized(x[:, :0])[0].shape == (1, 0, 40)
+    assert weight_bytes(quantized) < {16: 0.56, 8: 0.34, 4: 0.25}[bits] * weight_bytes(block)
+
+
+MIXED = ModelConfig(
+    layers=(
+        (Mamba2Config(d_model=32, state_rank=8, per_head_dim=8), MoEConfig(32, 24, 4, 2, "sigmoid", d_shared=24)),
+        (ParallelConfig(AttentionConfig(32, 4, bias=True), Mamba1Config(d_model=32)), MLPConfig(32, 40, bias=True)),
+    ),
+    vocab_size=70,
+)
+
+
+def made(name: str) -> LanguageModel:
+    torch.manual_seed(1)
+    return LanguageModel(MIXED) if name == "hybrid" else make_model(name)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", [*FAMILIES, "hybrid"])
+def test_a_checkpoint_has_the_same_bits(name, bits, tmp_path):
+    quantized = quantize(made(name), bits)
+    save_model(quantized, tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    assert again.config == quantized.config
+    want, got = quantized.state_dict(), again.state_dict()
+    assert want.keys() == got.keys()
+    for key, tensor in want.items():
+        assert got[key].dtype == tensor.dtype
+        assert torch.equal(got[key], tensor), key
+    assert [str(m) for m in again.modules()] == [str(m) for m in quantized.modules()]
+    ids = torch.randint(50, (2, 20))
+    assert torch.equal(again(ids)[0], quantized(ids)[0])
+    prompts = [[1, 2, 3], [4]]
+    assert torch.equal(*(generate(m, prompts, max_new_tokens=9, seed=1) for m in (again, quantized)))
+    described = json.loads((tmp_path / "model" / "config.json").read_text())["quantization"]
+    assert described["lm_head"] == {16: {"format": "bfloat16"}, 8: {"format": "int8"}}.get(
+        bits, {"format": "nf4", "group_size": 32}
+    )
+
+
+def test_checkpoints_of_other_dtypes(tmp_path):
+    """Of a half-precision model everything is as it was; a dtype asked for is that of what is not quantized."""
+    torch.manual_seed(0)
+    half = quantize(LanguageModel(make_model("mamba2").config, dtype=torch.bfloat16), 4, group_size=8)
+    save_model(half, tmp_path / "half")
+    again = load_model(tmp_path / "half")
+    ids = torch.randint(50, (1, 9))
+    assert torch.equal(again(ids)[0], half(ids)[0])
+    assert again.lm_head.weight.dtype == torch.bfloat16
+    wide = load_model(tmp_path / "half", dtype=torch.float32)
+    assert wide(ids)[0].dtype == torch.float32
+    assert wide.lm_head.scales.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"lm_head\.scales is torch\.float64, expected torch\.bfloat16"):
+        save_model(half.double(), tmp_path / "wide")
+    assert not (tmp_path / "wide").exists()
+
+
+def test_other_formats_have_no_quantized_weights(tmp_path):
+    quantized = quantize(make_model("mamba2", tie_embeddings=False), 8)
+    with pytest.raises(
+        ValueError, match=r'cannot express|the format "official" takes no quantized model; give the one'
+    ):
+        save_model(quantized, tmp_path / "official", "official")
+
+
+def changed(config: dict, tensors: dict, name: str) -> None:
+    formats = config["quantization"]
+    match name:
+        case "nowhere":
+            formats["backbone.layers.9.mixer.in_proj"] = {"format": "int8"}
+        case "norm":
+            formats["backbone.layers.0.norm"] = {"format": "int8"}
+        case "unknown":
+            formats["lm_head"] = {"format": "int3"}
+        case "group":
+            formats["lm_head"] = {"format": "nf4", "group_size": 10**12}
+        case "extra":
+            formats["lm_head"] = {"format": "int8", "group_size": 32}
+        case "list":
+            config["quantization"] = ["lm_head"]
+        case "none":
+            config["quantization"] = {}
+        case "not said":
+            del formats["lm_head"]
+        case "other":
+            formats["lm_head"] = {"format": "nf4", "group_size": 32}
+        case "type":
+            tensors["lm_head.weight_int8"] = tensors["lm_head.weight_int8"].view(torch.uint8)
+        case "integers":
+            tensors["backbone.norm_f.weight"] = tensors["backbone.norm_f.weight"].to(torch.int8)
+        case "scales":
+            tensors["lm_head.scales"] = tensors["lm_head.scales"].to(torch.bfloat16)
+        case "shape":
+            tensors["lm_head.scales"] = tensors["lm_head.scales"][:-1].clone()
+
+
+WRONG = {
+    "nowhere": "matrices that the model does not have, or that stay as they are: 'backbone.layers.9.mixer.in_proj'",
+    "norm": "or that stay as they are: 'backbone.layers.0.norm'",
+    "unknown": "quantization has 'lm_head': {'format': 'int3'}, expected a format of bfloat16, int8, nf4",
+    "group": "'group_size': 1000000000000",
+    "extra": "'group_size': 32}, expected a format",
+    "list": "quantization = ['lm_head'], expected names of matrices",
+    "none": "quantization = {}, expected names",
+    "not said": "left over lm_head.scales, lm_head.weight_int8",
+    "other": "missing lm_head.weight_int4; left over lm_head.weight_int8; lm_head.scales is [56] instead of [56, 1]",
+    "type": "lm_head.weight_int8 is torch.uint8, expected torch.int8",
+    "integers": "backbone.norm_f.weight is torch.int8, expected floating-point numbers",
+    "scales": "lm_head.scales is torch.bfloat16, expected torch.float32",
+    "shape": "lm_head.scales is [55] instead of [56]",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_checkpoints_are_refused_in_one_line(name, tmp_path):
+    save_model(quantize(make_model("mamba2"), 8), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    changed(config, tensors, name)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ValueError) as caught:
+        load_model(tmp_path / "model")
+    assert WRONG[name] in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -349,6 +349,7 @@ def test_models_health_and_metrics(url, client):
     assert "mambakit_reused_tokens_total" in text
 
 
+FUNCTION = {"type": "function", "function": {"name": "find"}}
 WRONG = [
     ("", b"{", 400, "not JSON"),
     ("", b"[]", 400, "JSON object"),
@@ -370,6 +371,7 @@ WRONG = [
     ("", {"messages": HI, "temperature": -0.1}, 400, "at least 0"),
     ("", {"messages": HI, "temperature": 1e999}, 400, "not JSON"),
     ("", {"messages": HI, "top_p": 0}, 400, "above 0"),
+    ("", {"messages": HI, "repetition_penalty": 1e-40}, 400, "at least 0.01"),
     ("", {"messages": HI, "n": 0}, 400, "at least 1"),
     ("", {"messages": HI, "stop": [""]}, 400, "stop[0] is empty"),
     ("", {"messages": HI, "stop": {"a": 1}}, 400, "stop"),
@@ -390,7 +392,17 @@ WRONG = [
         400,
         "cannot be compiled",
     ),
-    ("", {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools is not supported by this build"),
+    ("", {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools[0].function is missing"),
+    ("", {"messages": HI, "tools": [FUNCTION]}, 400, "this model's chat template has no tools; leave them out"),
+    ("", {"messages": HI, "tools": [FUNCTION] * 2}, 400, "two functions of one name"),
+    ("", {"messages": HI, "tool_choice": "required"}, 400, "there are no tools"),
+    (
+        "",
+        {"messages": HI, "tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        400,
+        "names 'other', which is not among the tools find",
+    ),
+    ("", {"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name"),
     ("completions", {"prompt": "a", "response_format": {"type": "grammar", "grammar": "start: x"}}, 400, "cannot be"),
     ("", {"messages": HI, "seed": 2**70}, 400, "at most"),
     ("completions", {"prompt": ""}, 400, "prompt is empty"),

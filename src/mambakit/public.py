@@ -9,13 +9,16 @@ from mambakit.blocks.mlp import MLP, MLPConfig
 from mambakit.blocks.moe import MoE, MoEConfig
 from mambakit.blocks.parallel import Parallel, ParallelCache, ParallelConfig
 from mambakit.checkpoints import load_model, save_model
+from mambakit.checkpoints.adapters import load_lora, save_lora
 from mambakit.compat.hf import accelerate
 from mambakit.inference.generation import generate, stream
 from mambakit.inference.prefix_cache import PrefixCache
+from mambakit.inference.texts import generate_text, stream_text
 from mambakit.models.bidirectional import BidirectionalConfig, BidirectionalStack
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.latent_model import LatentConfig, LatentModel
 from mambakit.models.layer import Layer
+from mambakit.models.lora import add_lora, merge_lora
 from mambakit.models.multi_gate import MultiGate, MultiGateConfig, depth_aware_bias
 from mambakit.models.quantization import quantize
 from mambakit.models.schedules import (
@@ -36,6 +39,7 @@ from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_inputs import Mamba2SsdInput, Mamba3DoubleSsdInput, Mamba3SingleSsdInput
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.trapezoid import trapezoid
+from mambakit.text.tokenizer import Tokenizer, load_tokenizer
 from mambakit.training.segments import run_in_segments
 
 Mamba2SsdPath = SsdPath
@@ -86,19 +90,27 @@ __all__ = [
     "StridedStretched",
     "SymmetricCyclic",
     "SymmetricStretched",
+    "Tokenizer",
     "accelerate",
+    "add_lora",
     "caches",
     "causal_conv",
     "depth_aware_bias",
     "explain",
     "generate",
+    "generate_text",
+    "load_lora",
     "load_model",
+    "load_tokenizer",
+    "merge_lora",
     "quantize",
     "run_in_segments",
+    "save_lora",
     "save_model",
     "selective_scan",
     "ssd",
     "stream",
+    "stream_text",
     "trapezoid",
     "use_backend",
 ]

@@ -24,6 +24,12 @@ SLOTS = 64
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig(BlockConfig):
+    """Causal attention with shared keys, rotary embedding and a window, each if asked for.
+
+    Examples:
+        >>> config = mk.AttentionConfig(64, n_heads=8, n_kv_heads=2, rope_theta=10_000.0, window=128)
+    """
+
     d_model: int
     n_heads: int
     n_kv_heads: int | None = None
@@ -95,6 +101,10 @@ class AttentionCache(NamedTuple):
 
     A row's tokens are in slots 0, 1, ... without a gap: the one at position `i` in slot `i`, or `i mod window`. The
     other slots are zero. A call returns a multiple of `SLOTS` of them, as few as hold the longest row.
+
+    Examples:
+        >>> attention = mk.Attention(mk.AttentionConfig(64, n_heads=4))
+        >>> _, cache = attention(torch.randn(2, 10, 64))
     """
 
     k_btgp: Tensor
@@ -108,7 +118,13 @@ class AttentionCache(NamedTuple):
 
 
 class Attention(rows.Block[AttentionConfig, AttentionCache]):
-    """Causal attention with grouped queries; call it as `y_bsd, cache = block(x_bsd, cache)`."""
+    """Causal attention with grouped queries; call it as `y_bsd, cache = block(x_bsd, cache)`.
+
+    Examples:
+        >>> attention = mk.Attention(mk.AttentionConfig(64, n_heads=4))
+        >>> y_bsd, cache = attention(torch.randn(2, 10, 64))
+        >>> y_bd, cache = attention.step(torch.randn(2, 64), cache)
+    """
 
     config_class, cache_class = AttentionConfig, AttentionCache
 

@@ -33,7 +33,14 @@ FORMAT = "1"
 
 
 def register(kind: Kind) -> Kind:
-    """Let `save` and `load` know a `NamedTuple` by its name; usable as a decorator."""
+    """Let `save` and `load` know a `NamedTuple` by its name; usable as a decorator.
+
+    Examples:
+        >>> from typing import NamedTuple
+        >>> class MyCache(NamedTuple):
+        ...     sum_bd: torch.Tensor
+        >>> _ = mk.caches.register(MyCache)
+    """
     if _kinds().get(kind.__name__, kind) is not kind:
         raise ValueError(f"a kind of cache named {kind.__name__} is already known; choose another name")
     KINDS[kind.__name__] = kind
@@ -41,7 +48,14 @@ def register(kind: Kind) -> Kind:
 
 
 def rows(cache: Any) -> int:
-    """The number of its batch rows."""
+    """The number of its batch rows.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.rows(cache)
+        3
+    """
     found: list[Tensor] = []
     _change(cache, lambda where, tensor: found.append(_with_rows(where, tensor)) or tensor)
     if not found:
@@ -50,12 +64,27 @@ def rows(cache: Any) -> int:
 
 
 def clone(cache: Cache) -> Cache:
-    """A copy with memory of its own. Gradients flow through it; `detach` stops them."""
+    """A copy with memory of its own. Gradients flow through it; `detach` stops them.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> copy = mk.caches.clone(cache)
+        >>> copy.ssm_bhpr is cache.ssm_bhpr
+        False
+    """
     return _change(cache, lambda _, tensor: tensor.clone())
 
 
 def detach(cache: Cache) -> Cache:
-    """The same values, cut off from what computed them."""
+    """The same values, cut off from what computed them.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.detach(cache).ssm_bhpr.requires_grad
+        False
+    """
     return _change(cache, lambda _, tensor: tensor.detach())
 
 
@@ -63,6 +92,13 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
     """The cache on another device, or for a model of another dtype.
 
     As in the models themselves, states and rotations (`ssm_*`, `rotation`) are float32 at least, whatever `dtype` says.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> narrow = mk.caches.to(cache, dtype=torch.bfloat16)
+        >>> narrow.conv_bvk.dtype, narrow.ssm_bhpr.dtype
+        (torch.bfloat16, torch.float32)
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype is {dtype!r}, expected a torch.dtype")
@@ -79,7 +115,14 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
 
 
 def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
-    """The batch rows `index_b`, in that order; a row may come more than once. A boolean for each row is a choice."""
+    """The batch rows `index_b`, in that order; a row may come more than once. A boolean for each row is a choice.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.rows(mk.caches.select(cache, [2, 0]))
+        2
+    """
     wanted = "index_b has to be a list or vector of row numbers, or of a boolean for each row"
     try:
         index_b = index_b if isinstance(index_b, Tensor) else torch.as_tensor(index_b)
@@ -112,6 +155,12 @@ def concat(caches: Sequence[Cache]) -> Cache:
     """One cache with the rows of all, in order. They have to be alike in everything but their number of rows.
 
     Where tensors grow, the shorter ones are filled up with zeros.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.rows(mk.caches.concat([cache, cache]))
+        6
     """
     if not caches:
         raise ValueError("concat needs at least one cache")
@@ -137,6 +186,12 @@ def save(cache: Any, path: str | os.PathLike[str]) -> None:
     """Write the cache to a safetensors file, values and structure; `load` gives it back.
 
     The file is replaced at once or not at all: a write that fails leaves what was there. Gradients are not stored.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.save(cache, "session.safetensors")
+        >>> again = mk.caches.load("session.safetensors")
     """
     tensors: dict[str, Tensor] = {}
     structure = _describe(cache, "cache", tensors)
@@ -147,7 +202,15 @@ def save(cache: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
-    """The cache that `save` wrote to `path`. A file that is anything else, or not all of it, raises ValueError."""
+    """The cache that `save` wrote to `path`. A file that is anything else, or not all of it, raises ValueError.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> mk.caches.save(cache, "parked.safetensors")
+        >>> torch.equal(mk.caches.load("parked.safetensors").ssm_bhpr, cache.ssm_bhpr)
+        True
+    """
     device = _device(device)
     try:
         with safe_open(path, framework="pt") as file:
@@ -173,6 +236,16 @@ class History:
 
     A cache is one value: convolution window, state and rotation go back together. Nothing is copied, since a step makes
     a new cache and leaves the old one as it was. Caches that carry gradients keep their graphs; `detach` them first.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> _, cache = block(torch.randn(3, 10, 64))
+        >>> history = mk.caches.History(4)
+        >>> history.push(cache)
+        >>> for _ in range(3):
+        ...     _, cache = block.step(torch.randn(3, 64), cache)
+        ...     history.push(cache)
+        >>> before = history.rollback(2)  # takes two steps back
     """
 
     def __init__(self, length: int):

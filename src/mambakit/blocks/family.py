@@ -33,6 +33,9 @@ class FusedStep:
     """Its matrices, by the names of modules, or of parameters that stack several; some blocks may lack one."""
     places: Mapping[str, str] = field(default_factory=dict)
     """What the kernels call each tensor of a cache."""
+    notes: tuple[str, Callable[[Any], int]] | None = None
+    """A tensor of its cache, too large to be copied for every token; and, of a block, how many numbers are in the note
+    of what a token writes into it."""
     slots: "Slots | None" = None
     """Of a block that keeps tokens, in what its cache's `grows` names: how the kernels have them."""
     inside: Callable[[Any], tuple[Any, ...]] = lambda block: (block,)
@@ -129,6 +132,11 @@ def presets() -> dict[str, tuple[Family, Mapping[str, Any]]]:
     """The names a command line offers, each with its family and the fields it sets."""
     families = [family for family in FAMILIES.values() if family.alone]
     return {name: (f, given) for f in families for name, given in {f.name: {}, **f.variants}.items()}
+
+
+def head_notes(config: Any, writers: int = 1) -> int:
+    """The size of a note of what a token writes into the states of all heads: a decay, and pairs of vectors."""
+    return config.nheads * (1 + writers * (config.per_head_dim + config.state_rank))
 
 
 def ssd_flops(config: Any, tokens: int, *, groups: int, ranks: int = 1) -> float:

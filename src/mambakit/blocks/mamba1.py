@@ -20,6 +20,14 @@ from mambakit.ops.ssd_path import SsdPath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba1Config(BlockConfig):
+    """The sizes and choices of a Mamba-1 block; the defaults are the official ones.
+
+    Examples:
+        >>> config = mk.Mamba1Config(d_model=64, state_rank=16)
+        >>> mk.Mamba1Config.from_dict(config.to_dict()) == config
+        True
+    """
+
     d_model: int
     expand: float = 2
     state_rank: int = 16
@@ -65,7 +73,13 @@ class Mamba1Config(BlockConfig):
 
 
 class Mamba1Cache(NamedTuple):
-    """What Mamba-1 carries from one call to the next."""
+    """What Mamba-1 carries from one call to the next.
+
+    Examples:
+        >>> cache = mk.Mamba1(mk.Mamba1Config(d_model=64)).fresh_cache(batch=2)
+        >>> cache.conv_bik.shape, cache.ssm_bir.shape
+        (torch.Size([2, 128, 4]), torch.Size([2, 128, 16]))
+    """
 
     conv_bik: Tensor
     """The last inputs of the convolution, newest last."""
@@ -73,7 +87,15 @@ class Mamba1Cache(NamedTuple):
 
 
 class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
-    """A Mamba-1 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
+    """A Mamba-1 block; call it as `y_bsd, cache = block(x_bsd, cache)`.
+
+    Examples:
+        >>> block = mk.Mamba1(mk.Mamba1Config(d_model=64))
+        >>> y_bsd, cache = block(torch.randn(2, 100, 64))
+        >>> y_bd, cache = block.step(torch.randn(2, 64), cache)
+        >>> y_bsd.shape, y_bd.shape
+        (torch.Size([2, 100, 64]), torch.Size([2, 64]))
+    """
 
     config_class, cache_class = Mamba1Config, Mamba1Cache
 

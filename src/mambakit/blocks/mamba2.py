@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types, fits
-from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
+from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_flops
 from mambakit.blocks.modules import (
     CausalConv1d,
     GatedRMSNorm,
@@ -33,6 +33,14 @@ PARTS = ("z", "x", "B", "C", "dt")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Config(BlockConfig):
+    """The sizes and choices of a Mamba-2 block; the defaults are the official ones.
+
+    Examples:
+        >>> config = mk.Mamba2Config(d_model=64, per_head_dim=16, state_rank=32)
+        >>> config.nheads
+        8
+    """
+
     d_model: int
     expand: float = 2
     d_inner: int | None = None
@@ -115,7 +123,13 @@ class Mamba2Config(BlockConfig):
 
 
 class Mamba2Cache(NamedTuple):
-    """What Mamba-2 carries from one call to the next."""
+    """What Mamba-2 carries from one call to the next.
+
+    Examples:
+        >>> cache = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16)).fresh_cache(batch=2)
+        >>> cache.ssm_bhpr.shape
+        torch.Size([2, 8, 16, 128])
+    """
 
     conv_bvk: Tensor
     """The last inputs of the convolution, newest last."""
@@ -123,7 +137,17 @@ class Mamba2Cache(NamedTuple):
 
 
 class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
-    """A Mamba-2 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
+    """A Mamba-2 block; call it as `y_bsd, cache = block(x_bsd, cache)`.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> x_bsd = torch.randn(1, 100, 64)
+        >>> y_bsd, _ = block(x_bsd)
+        >>> first_bsd, cache = block(x_bsd[:, :60])  # cut anywhere
+        >>> second_bsd, _ = block(x_bsd[:, 60:], cache)
+        >>> torch.allclose(y_bsd, torch.cat([first_bsd, second_bsd], 1), atol=1e-5)
+        True
+    """
 
     config_class, cache_class = Mamba2Config, Mamba2Cache
 
@@ -308,6 +332,7 @@ FAMILY = register(
             },
             projections=("in_proj", "out_proj"),
             places={"conv_bvk": "window", "ssm_bhpr": "state"},
+            notes=("ssm_bhpr", lambda block: head_notes(block.config)),
         ),
     )
 )

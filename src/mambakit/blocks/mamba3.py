@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types
-from mambakit.blocks.family import Family, FusedStep, register, ssd_flops
+from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_flops
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus, step_size
@@ -32,6 +32,15 @@ next call and give back larger ones, and then touching fresh memory takes longer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba3Config(BlockConfig):
+    """The sizes and choices of a Mamba-3 block; official defaults, and burn-mamba's in `Mamba3Config.burn`.
+
+    Examples:
+        >>> mk.Mamba3Config(d_model=64, per_head_dim=16, is_mimo=True, mimo_rank=2).rotation
+        'complex'
+        >>> mk.Mamba3Config.burn(d_model=64, per_head_dim=16).a_activation
+        'softplus'
+    """
+
     d_model: int
     expand: float = 2
     state_rank: int = 128
@@ -128,7 +137,13 @@ class Mamba3Config(BlockConfig):
 
 
 class Mamba3Cache(NamedTuple):
-    """What Mamba-3 carries from one call to the next. Both pathways end a call in the same state."""
+    """What Mamba-3 carries from one call to the next. Both pathways end a call in the same state.
+
+    Examples:
+        >>> cache = mk.Mamba3(mk.Mamba3Config(d_model=64, per_head_dim=16)).fresh_cache(batch=2)
+        >>> cache.pathway, cache.with_pathway("double").pathway
+        ('single', 'double')
+    """
 
     ssm_bhpr: Tensor
     k_state_bmhr: Tensor
@@ -160,7 +175,17 @@ class Token(NamedTuple):
 
 
 class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
-    """A Mamba-3 block; call it as `y_bsd, cache = block(x_bsd, cache)`."""
+    """A Mamba-3 block; call it as `y_bsd, cache = block(x_bsd, cache)`.
+
+    Examples:
+        >>> block = mk.Mamba3(mk.Mamba3Config(d_model=64, per_head_dim=16, state_rank=32))
+        >>> x_bsd, mask_bs = torch.randn(2, 100, 64), torch.ones(2, 100, dtype=torch.bool)
+        >>> mask_bs[1, :30] = False  # the second row is shorter
+        >>> y_bsd, cache = block(x_bsd, mask_bs=mask_bs)
+        >>> alone_bsd, _ = block(x_bsd[1:, 30:])
+        >>> torch.allclose(y_bsd[1, 30:], alone_bsd[0], atol=1e-4)
+        True
+    """
 
     config_class, cache_class = Mamba3Config, Mamba3Cache
 
@@ -470,6 +495,7 @@ FAMILY = register(
             fields=step_fields,
             projections=("in_proj", "out_proj"),
             places={"ssm_bhpr": "state", "k_state_bmhr": "k_state", "v_state_bhp": "v_state", "rotation": "angle"},
+            notes=("ssm_bhpr", lambda block: head_notes(block.config, 2 * block.config.ranks)),
             why_not=why_not_fused,
         ),
     )

@@ -37,6 +37,13 @@ def activate(projected: Tensor, gated: bool, activation: str, gate_scale: float 
 
 @dataclass(frozen=True, slots=True)
 class MLPConfig(BlockConfig):
+    """The sizes of an MLP, and its activation.
+
+    Examples:
+        >>> mk.MLPConfig(64, 256, activation="gelu").gated
+        True
+    """
+
     d_model: int
     d_hidden: int
     gated: bool = True
@@ -55,7 +62,13 @@ class MLPConfig(BlockConfig):
 
 
 class MLP(Stateless[MLPConfig]):
-    """`fc2(value * activation(gate))`, value and gate being the halves of `fc1`; ungated `fc2(activation(value))`."""
+    """`fc2(value * activation(gate))`, value and gate being the halves of `fc1`; ungated `fc2(activation(value))`.
+
+    Examples:
+        >>> y_bsd, _ = mk.MLP(mk.MLPConfig(64, 256))(torch.randn(2, 10, 64))
+        >>> y_bsd.shape
+        torch.Size([2, 10, 64])
+    """
 
     config_class = MLPConfig
     entry = "fc1"

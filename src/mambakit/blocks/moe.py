@@ -20,6 +20,12 @@ ROUTERS = ("softmax", "softmax_chosen", "sigmoid")
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig(BlockConfig):
+    """Experts, how a token's are chosen and what they weigh.
+
+    Examples:
+        >>> config = mk.MoEConfig(64, 128, n_experts=8, top_k=2, d_shared=128)
+    """
+
     d_model: int
     d_hidden: int
     """Of each expert."""
@@ -101,6 +107,11 @@ class MoE(Stateless[MoEConfig]):
     """Of `n_experts` MLPs each token goes to `top_k`, and the sum of what they return, weighted, is its output.
 
     The experts are `experts_in[e]` and `experts_out[e]`, as `fc1` and `fc2` of an MLP. Only those chosen are computed.
+
+    Examples:
+        >>> y_bsd, _ = mk.MoE(mk.MoEConfig(64, 128, n_experts=8, top_k=2))(torch.randn(2, 10, 64))
+        >>> y_bsd.shape
+        torch.Size([2, 10, 64])
     """
 
     config_class = MoEConfig
@@ -202,8 +213,8 @@ class MoE(Stateless[MoEConfig]):
         order_N = expert_N.argsort()
         token_N = order_N // config.top_k
         counts_e = count(expert_N, torch.ones_like(expert_N), config.n_experts)
-        hidden = activate(grouped_product(x_nX[token_N], self.experts_in, counts_e), config.gated, config.activation)
-        y_NX = grouped_product(hidden, self.experts_out, counts_e)
+        hidden = activate(apply_experts(self.experts_in, x_nX[token_N], counts_e), config.gated, config.activation)
+        y_NX = apply_experts(self.experts_out, hidden, counts_e)
         weighted_NX = y_NX * routing.weight_nc.flatten()[order_N, None]
         zeros_nX = weighted_NX.new_zeros(x_nX.shape)
         return zeros_nX.index_add(0, token_N, weighted_NX).to(y_NX.dtype)
@@ -216,6 +227,11 @@ class MoE(Stateless[MoEConfig]):
         tokens = present_n.sum().clamp(min=1)
         chosen_e = count(expert_nc.flatten(), present_n.repeat_interleave(self.config.top_k), self.config.n_experts)
         return self.config.n_experts / self.config.top_k * (chosen_e @ (present_n @ score_ne)) / tokens**2
+
+
+def apply_experts(experts: Tensor | nn.Module, x_Ni: Tensor, counts_e: Tensor) -> Tensor:
+    """The product of each row with its expert's matrix; quantized ones are a module."""
+    return experts(x_Ni, counts_e) if isinstance(experts, nn.Module) else grouped_product(x_Ni, experts, counts_e)
 
 
 def count(expert_N: Tensor, weight_N: Tensor, n_experts: int) -> Tensor:

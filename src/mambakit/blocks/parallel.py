@@ -17,6 +17,13 @@ from mambakit.ops.ssd_path import SsdPath
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig(BlockConfig):
+    """Two blocks that read the same input.
+
+    Examples:
+        >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
+        >>> config = mk.ParallelConfig(mamba, attention)
+    """
+
     a: BlockConfig
     b: BlockConfig
 
@@ -46,14 +53,26 @@ class ParallelConfig(BlockConfig):
 
 
 class ParallelCache(NamedTuple):
-    """What the two carry, each its own."""
+    """What the two carry, each its own.
+
+    Examples:
+        >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
+        >>> _, cache = mk.Parallel(mk.ParallelConfig(mamba, attention))(torch.randn(2, 10, 64))
+        >>> type(cache).__name__
+        'ParallelCache'
+    """
 
     a: Any
     b: Any
 
 
 class Parallel(Block[ParallelConfig, ParallelCache]):
-    """`a(x) + b(x)`."""
+    """Two blocks side by side: `a(x) + b(x)`.
+
+    Examples:
+        >>> mamba, attention = mk.Mamba2Config(d_model=64, per_head_dim=16), mk.AttentionConfig(64, n_heads=4)
+        >>> y_bsd, cache = mk.Parallel(mk.ParallelConfig(mamba, attention))(torch.randn(2, 10, 64))
+    """
 
     config_class, cache_class = ParallelConfig, ParallelCache
 

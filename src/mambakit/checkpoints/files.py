@@ -5,6 +5,7 @@ import os
 import re
 import reprlib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-CONFIG = "config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+MODEL, ADAPTER = "model", "adapter"
+"""Where in its folder a training run keeps what it made."""
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order in which they are looked for; each may be in parts with an index."""
 INDEX = ".index.json"
@@ -22,13 +25,19 @@ MAX_TENSORS = 100_000
 MAPPINGS = 64
 """Of one file, at most."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PACKED = (*DTYPES, torch.int8, torch.uint8)
+"""Of models with quantized weights."""
 
 
 def find_directory(path_or_hub_name: str | os.PathLike[str]) -> Path:
-    """A directory that is there, or a copy of what the hub has under a name like `owner/model`."""
+    """A directory that is there, or a copy of what the hub has under a name like `owner/model`.
+
+    In the folder of a training run it is that of the model, or of the adapter where no merged model was kept.
+    """
     path = Path(path_or_hub_name)
     if path.is_dir():
-        return path
+        places = [(path, CONFIG), (path, ADAPTER_CONFIG), (path / MODEL, CONFIG), (path / ADAPTER, ADAPTER_CONFIG)]
+        return next((place for place, name in places if (place / name).is_file()), path)
     if path.exists():
         raise ValueError(f"{path} is a file; give the directory that holds it and its {CONFIG}")
     name = str(path_or_hub_name)
@@ -48,7 +57,8 @@ def _download(name: str) -> Path:
     try:
         for weights in WEIGHTS:
             stem, suffix = os.path.splitext(weights)
-            patterns = [CONFIG, weights, f"{stem}-*{suffix}", weights + INDEX]
+            # Descriptions too: how its text is written in tokens, and what its chats look like.
+            patterns = ["*.json", "*.jinja", weights, f"{stem}-*{suffix}", "adapter_model.safetensors"]
             directory = Path(snapshot_download(name, allow_patterns=patterns))
             if find_weights(directory):
                 break
@@ -103,16 +113,16 @@ def _tagged_float(values: dict[str, Any]) -> Any:
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All weights by name. They stay in the files, mapped into memory, until they are copied."""
+def read_tensors(directory: Path, dtypes: Sequence[torch.dtype] = DTYPES) -> dict[str, Tensor]:
+    """All weights by name, of these types. They stay in the files, mapped into memory, until they are copied."""
     path = find_weights(directory)
     if path is None:
         names = " or ".join(WEIGHTS)
         raise ValueError(f"there are no weights in {directory}: no {names}, nor an index of parts ({INDEX})")
-    return _read_parts(path) if path.name.endswith(INDEX) else _read_file(path)
+    return _read_parts(path, dtypes) if path.name.endswith(INDEX) else _read_file(path, dtypes)
 
 
-def _read_parts(index: Path) -> dict[str, Tensor]:
+def _read_parts(index: Path, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(part, str) for part in places.values()):
         raise ValueError(f"{index} has no weight_map from names of tensors to names of files")
@@ -126,7 +136,7 @@ def _read_parts(index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     wrong = []
     for part in parts:
-        found = _read_file(index.parent / part)
+        found = _read_file(index.parent / part, dtypes)
         listed = {name for name, place in places.items() if place == part}
         wrong += [f"{name} in {part}" for name in sorted(listed ^ found.keys())]
         tensors |= found
@@ -142,7 +152,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _read_file(path: Path, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
     tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     if not isinstance(tensors, dict) or not all(
         isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
@@ -151,7 +161,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     odd = [
         f"{name} ({tensor.dtype}, {tensor.layout}, {tensor.device})"
         for name, tensor in tensors.items()
-        if tensor.dtype not in DTYPES or tensor.layout != torch.strided or not tensor.is_cpu
+        if tensor.dtype not in dtypes or tensor.layout != torch.strided or not tensor.is_cpu
     ]
     if odd:
         raise ValueError(f"{path} holds tensors that are not plain floating-point ones: {', '.join(odd)}")

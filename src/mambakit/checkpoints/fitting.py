@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks.family import family_of
 from mambakit.checkpoints.names import Renamed, Rule, renamed
+from mambakit.checkpoints.quantized import Formats, check_types, stand_in
 from mambakit.models.language_model import LanguageModel, ModelConfig
 
 EMBEDDING = "backbone.embedding.weight"
@@ -28,15 +29,22 @@ def with_embedding_called(name: str, tensors: dict[str, Tensor]) -> dict[str, Te
 
 
 def empty_model(
-    config: ModelConfig, tensors: Mapping[str, Tensor], embedding: str, dtype: torch.dtype | None
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    embedding: str,
+    dtype: torch.dtype | None,
+    quantization: Formats | None = None,
 ) -> LanguageModel:
     """A model without memory, in `dtype` or that of the stored projections."""
     _check_counts(config, tensors)
     if dtype is None:
         projections = (MIXER + "in_proj.weight", embedding)
         dtype = next((tensors[name].dtype for name in projections if name in tensors), torch.float32)
+        dtype = dtype if dtype.is_floating_point else torch.float32
     try:
-        return LanguageModel(config, device="meta", dtype=dtype)
+        model = LanguageModel(config, device="meta", dtype=dtype)
+        stand_in(model, quantization or {})
+        return model
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes whose product is no number for torch
         raise ValueError(f"no such model can be built: {str(error).splitlines()[0]}") from error
 
@@ -75,7 +83,8 @@ def check_tensors(
     model: LanguageModel, tensors: Mapping[str, Tensor], found: Sequence[Rule], embedding: str = EMBEDDING
 ) -> None:
     """ValueError lists every tensor that is missing, left over or misshapen, or says that a tied head is none."""
-    tied = model.config.tie_embeddings
+    # A quantized head is one of its own.
+    tied = model.config.tie_embeddings and HEAD in model.state_dict()
     wanted = {name: tensor.shape for name, tensor in renamed(model.state_dict(), found).items()}
     missing = sorted(wanted.keys() - tensors.keys() - ({HEAD} if tied else set()))
     left_over = sorted(tensors.keys() - wanted.keys())
@@ -93,6 +102,7 @@ def check_tensors(
         problems.append(f"the head is tied, but {HEAD} differs from {embedding}")
     if problems:
         raise ValueError("; ".join(problems))
+    check_types(model, tensors)
 
 
 @dataclass
@@ -159,7 +169,9 @@ def fill(model: LanguageModel, tensors: Renamed, device: torch.device | str | No
         setattr(model.get_submodule(module), leaf, full[empty])
     for name, empty in list(model.named_buffers()):
         module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, tensors.take(name).to(device, empty.dtype, copy=True))
+        # What is not stored is empty, and only says the model's dtype.
+        values = tensors.take(name) if name in tensors else torch.empty(empty.shape)
+        setattr(model.get_submodule(module), leaf, values.to(device, empty.dtype, copy=True))
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mambakit.blocks.config import BlockConfig, from_plain
@@ -15,6 +16,7 @@ from mambakit.checkpoints.fields import Lint, same, shown
 from mambakit.checkpoints.files import read_json
 from mambakit.checkpoints.hub import HUB
 from mambakit.checkpoints.names import Names
+from mambakit.checkpoints.quantized import FIELD, Formats, read_formats
 from mambakit.models.language_model import ModelConfig
 from mambakit.models.multi_gate import MultiGateConfig
 from mambakit.models.schedules import Custom, Cyclic
@@ -37,6 +39,7 @@ class Read(NamedTuple):
     """Of the weights beside it."""
     left_open: Mapping[str, str] = {}
     """Arguments of `load_model` that decide what it does not say, each with what is assumed otherwise."""
+    quantization: Formats = MappingProxyType({})
 
 
 class Written(NamedTuple):
@@ -60,14 +63,15 @@ def read_own(values: dict[str, Any]) -> Read:
     if values.get("version") != VERSION:
         raise ValueError(f"version = {values.get('version')!r}, but this mambakit reads version {VERSION}")
     # model_type came later: files without it are as good.
-    if values.keys() - {"model_type"} != {"format", "version", "model"}:
+    if values.keys() - {"model_type", FIELD} != {"format", "version", "model"}:
         fields = ", ".join(sorted(values))
         raise ValueError(f"the fields are {fields}, expected format, version, model_type and model")
     if values.get("model_type", MODEL_TYPE) != MODEL_TYPE:
         raise ValueError(f"model_type = {values['model_type']!r}, expected {MODEL_TYPE!r}")
     try:
         _check_own(values["model"])
-        return Read(ModelConfig.from_dict(values["model"]))
+        quantization = read_formats(values[FIELD]) if FIELD in values else {}
+        return Read(ModelConfig.from_dict(values["model"]), quantization=quantization)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"model has a field of the wrong type, or lacks one: {error}") from error
 

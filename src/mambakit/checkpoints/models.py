@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from mambakit.checkpoints import gguf
-from mambakit.checkpoints.files import CONFIG, DTYPES, find_directory, read_tensors
+from mambakit.checkpoints.adapters import base_of, is_adapter, load_lora
+from mambakit.checkpoints.files import CONFIG, DTYPES, PACKED, find_directory, read_tensors
 from mambakit.checkpoints.fitting import (
     EMBEDDING,
     HEAD,
@@ -19,8 +20,10 @@ from mambakit.checkpoints.fitting import (
 from mambakit.checkpoints.formats import FORMATS, read_config, with_choices, write_config
 from mambakit.checkpoints.hub import HUB
 from mambakit.checkpoints.names import Names, Renamed, renamed, rules
+from mambakit.checkpoints.quantized import FIELD, formats_of, refuse_quantized
 from mambakit.checkpoints.writing import replacing, write_json, write_tensors
 from mambakit.models.language_model import LanguageModel
+from mambakit.models.lora import adapters, merge_lora
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -36,11 +39,21 @@ def load_model(
 ) -> LanguageModel:
     """The model in a directory or a GGUF file, or on the hub under a name like `owner/model`; see docs/checkpoints.md.
 
+    The folder of a training run is as good as that of its model, and an adapter's folder gives the model it belongs to
+    with the adapter merged into it.
+
     Parameters get the dtype they have in a model of `dtype`, by default that of the stored projections, for GGUF
     float32: decays and other parameters that a half-precision model keeps in float32 are float32. `a_activation`
     ("heavy_tail" or "softplus") says what official Mamba-3 checkpoints do not, `norm_group_size` what Mamba-2 ones of
     transformers do not, `dt_limit` what Nemotron's do not. Whatever does not fit raises ValueError, and no code from
     the files is run.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> mk.save_model(model, "another-model")
+        >>> mk.load_model("another-model", dtype=torch.bfloat16).config == model.config
+        True
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype} is not one of {', '.join(map(str, DTYPES))}")
@@ -51,12 +64,16 @@ def load_model(
         dtype = dtype or torch.float32
     else:
         place, described = find_directory(path_or_hub_name), CONFIG
+        if is_adapter(place) and not (place / CONFIG).is_file():
+            given = {"a_activation": a_activation, "norm_group_size": norm_group_size, "dt_limit": dt_limit}
+            return merge_lora(load_lora(load_model(base_of(place), dtype=dtype, device=device, **given), place))
         name, found = read_config(place / CONFIG)
-        tensors = with_embedding_called(found.names.embedding, read_tensors(place))
+        stored = read_tensors(place, PACKED if found.quantization else DTYPES)
+        tensors = with_embedding_called(found.names.embedding, stored)
     config = with_choices(name, found, a_activation=a_activation, norm_group_size=norm_group_size, dt_limit=dt_limit)
     embedding = found.names.embedding
     try:
-        model = empty_model(config, tensors, embedding, dtype)
+        model = empty_model(config, tensors, embedding, dtype, found.quantization)
         table = list(rules(model, found.names))
         check_tensors(model, tensors, table, embedding)
     except ValueError as error:
@@ -77,9 +94,17 @@ def save_model(
 ) -> None:
     """Write the model to a directory, for `load_model`, the official package or transformers to read.
 
+    A quantized model is written in the format "mambakit", and read with the same bits.
+
     The directory is replaced whole or not at all. It has to be new, empty or hold a checkpoint, whose files give way to
     the new ones. Weights are divided into files of at most `max_shard_bytes`: by default 5 GB, and without limit for
     "official", whose package reads one file only. A model that the format cannot express raises ValueError.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> mk.save_model(model, "my-model", format="official")
+        >>> again = mk.load_model("my-model")
     """
     if format not in FORMATS and format not in HUB:
         raise ValueError(f"format = {format!r} is unknown; choose from {', '.join((*FORMATS, *HUB))}")
@@ -89,17 +114,24 @@ def save_model(
         max_shard_bytes = None if format == "official" else MAX_SHARD_BYTES
     elif max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes} has to be positive")
-    written = write_config(model.config, format)
+    if next(adapters(model), None) is not None:
+        raise ValueError(
+            "the model has adapters; save_lora saves them, merge_lora(model) makes them part of its weights"
+        )
+    written, quantization = write_config(model.config, format), formats_of(model)
+    if quantization and format != "mambakit":
+        refuse_quantized(model, f'the format "{format}"')
+    values = {**written.values, FIELD: quantization} if quantization else written.values
     tensors = model.state_dict()
-    empty = empty_model(model.config, tensors, EMBEDDING, None)
+    empty = empty_model(model.config, tensors, EMBEDDING, None, quantization)
     check_tensors(empty, tensors, list(rules(empty, Names())))
     kind = FORMATS.get(format, FORMATS["transformers"])
     if model.config.tie_embeddings and not kind.stores_tied_head:
-        del tensors[HEAD]
+        tensors.pop(HEAD, None)  # a quantized head is one of its own
     tensors = renamed(tensors, list(rules(empty, written.names)))
     with replacing(Path(directory), _is_checkpoint) as fresh:
         write_tensors(fresh, tensors, kind.weights, max_shard_bytes)
-        write_json(fresh / CONFIG, written.values)
+        write_json(fresh / CONFIG, values)
 
 
 def _is_checkpoint(directory: Path) -> bool:

@@ -22,11 +22,11 @@ OURS = re.compile(r"config\.json|(model|pytorch_model)(-\d+-of-\d+)?\.(safetenso
 
 
 @contextmanager
-def replacing(directory: Path, is_checkpoint: Callable[[Path], bool]) -> Iterator[Path]:
+def replacing(directory: Path, is_checkpoint: Callable[[Path], bool], ours: re.Pattern[str] = OURS) -> Iterator[Path]:
     """An empty directory to write to, which takes the place of `directory` when all went well.
 
-    A `directory` with a checkpoint is replaced; what else is in it, such as a tokenizer, is kept. One that is neither
-    that nor empty raises ValueError.
+    A `directory` with a checkpoint is replaced, which is files with names like `ours`; what else is in it, such as a
+    tokenizer, is kept. One that is neither that nor empty raises ValueError.
     """
     directory = Path(os.path.realpath(directory))
     if directory.exists() and not directory.is_dir():
@@ -39,7 +39,7 @@ def replacing(directory: Path, is_checkpoint: Callable[[Path], bool]) -> Iterato
     try:
         yield fresh
         if directory.exists():
-            _keep_others(directory, fresh)
+            _keep_others(directory, fresh, ours)
         sync(fresh)
         _swap(fresh, directory)
     except BaseException:
@@ -126,11 +126,11 @@ def _swap(fresh: Path, directory: Path) -> None:
     sync(directory.parent)
 
 
-def _keep_others(old: Path, fresh: Path) -> None:
-    def ours(where: str, names: list[str]) -> list[str]:
-        return [name for name in names if Path(where) == old and OURS.fullmatch(name)]
+def _keep_others(old: Path, fresh: Path, ours: re.Pattern[str]) -> None:
+    def replaced(where: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(where) == old and ours.fullmatch(name)]
 
-    shutil.copytree(old, fresh, ignore=ours, copy_function=_link, symlinks=True, dirs_exist_ok=True)
+    shutil.copytree(old, fresh, ignore=replaced, copy_function=_link, symlinks=True, dirs_exist_ok=True)
 
 
 def _link(source: str, target: str) -> None:

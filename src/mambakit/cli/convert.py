@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from mambakit.checkpoints import load_model, save_model
+from mambakit.checkpoints.files import find_directory
 from mambakit.checkpoints.formats import FORMATS
 from mambakit.text.tokens import copy_description
-from mambakit.training.run import MODEL
 
 EXAMPLE = "mambakit convert run/model exported --format official"
 ALIASES = {"hf": "transformers"}
@@ -48,5 +48,5 @@ def run(args: argparse.Namespace) -> None:
 
 
 def model_folder(name: str) -> str:
-    """The folder itself, or the model of a run."""
-    return str(Path(name, MODEL)) if Path(name, MODEL, "config.json").is_file() else name
+    """The folder of a model, given by itself, by its run or by its name on the hub; a file is what it is."""
+    return name if Path(name).is_file() else str(find_directory(name))

@@ -1,4 +1,4 @@
-"""`mambakit demo`: a small Mamba-3 trained in minutes, against compressors on files it has not seen."""
+"""`mambakit demo`: a small Mamba-3 trained in minutes, against compressors and beside a Transformer."""
 
 import argparse
 import json
@@ -14,6 +14,8 @@ import torch
 
 from mambakit.blocks.mamba3 import Mamba3Config
 from mambakit.checkpoints import load_model
+from mambakit.checkpoints.files import MODEL
+from mambakit.cli import why_mamba
 from mambakit.cli.compressors import Compressed, compress_all, find_zstd
 from mambakit.cli.progress import All, minutes, progress
 from mambakit.inference.generation import Stream
@@ -24,12 +26,13 @@ from mambakit.text.tokens import Bytes
 from mambakit.training.batches import Rows, encode
 from mambakit.training.lock import LOCK, alone_in
 from mambakit.training.loop import HeldOut, Trainer
+from mambakit.training.objective import bits_per_byte
 from mambakit.training.processes import Ranks
-from mambakit.training.run import LOG, MODEL, go_on, read_log
+from mambakit.training.run import LOG, go_on, read_log
 from mambakit.training.settings import TrainSettings
 
 EXAMPLE = "mambakit demo --out mambakit-demo"
-REPORT, PICTURE = "demo.json", "loss.png"
+REPORT, PICTURE, WHY = "demo.json", "loss.png", "why.png"
 SHARE = 0.025
 """Of the library, held out."""
 BLOCK = Mamba3Config(d_model=128, state_rank=64, per_head_dim=64)
@@ -72,11 +75,12 @@ def show(args: argparse.Namespace, settings: TrainSettings, out: Path, ranks: Ra
         f"to learn from, {size_of(held_out) / 1e6:.2f} MB in {len(held_out)} other files to be judged by",
         file=sys.stderr,
     )
-    bits, size = learn(for_training, held_out, settings, out, ranks)
+    bits, as_one, size = learn(for_training, held_out, settings, out, ranks)
     compressed = compress_all([content for _, content in held_out])
     sample = write_sample(out, None if args.json else sys.stdout)
     report = {
         "bits_per_byte": bits,
+        "bits_per_byte_as_one_stream": as_one,
         "parameters": size,
         "steps": settings.steps,
         "trained_on_bytes": settings.steps * settings.tokens_per_step,
@@ -91,14 +95,32 @@ def show(args: argparse.Namespace, settings: TrainSettings, out: Path, ranks: Ra
     if args.json:
         print(json.dumps(report))
         return
-    print(table(bits, compressed))
+    set_beside_a_transformer(out)
+    print(table(bits, as_one, compressed))
+    pictures = f"{out / PICTURE}, {out / WHY}" if drawn else "none (pip install matplotlib)"
     read = settings.steps * settings.tokens_per_step
     print(
         f"\nThe model, {size:,} parameters, has read {read / 1e6:.1f} MB of other files; "
         "compressors start from nothing.\n"
-        f"All of it took {minutes(time.perf_counter() - began)}. Model, loss curve and figures: "
-        f"{out / MODEL}, {out / PICTURE if drawn else 'none (pip install matplotlib)'}, {out / REPORT}"
+        f"All of it took {minutes(time.perf_counter() - began)}. Loss curve, picture and figures: "
+        f"{pictures}, {out / REPORT}\n\n"
+        "What to type next:\n"
+        f'  mambakit generate {out / MODEL} --prompt "def "     let it write\n'
+        f"  mambakit serve {out / MODEL}                     a page to chat with it, and OpenAI's interface\n"
+        "  mambakit train FILES --out run                 one of your own text\n"
     )
+
+
+def set_beside_a_transformer(out: Path) -> None:
+    """Measure both and show why one reads on and on; figures of this moment, so they are not in the report."""
+    mamba = load_model(out / MODEL)
+    transformer = why_mamba.transformer_like(mamba)
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (mamba, transformer)]
+    points = why_mamba.measure([mamba, transformer])
+    print(f"one more token, beside a Transformer of {counts[1]:,} parameters, with what both remember:\n")
+    print(why_mamba.table(*points) + "\n")
+    if has("matplotlib"):
+        why_mamba.draw(*points, out / WHY)
 
 
 def make_empty(out: Path) -> None:
@@ -117,8 +139,8 @@ def learn(
     settings: TrainSettings,
     out: Path,
     ranks: Ranks,
-) -> tuple[float, int]:
-    """Train and save; bits per byte of the held-out files and the number of parameters."""
+) -> tuple[float, float, int]:
+    """Train and save; bits per byte of the held-out files, one by one and as one, and the number of parameters."""
     tokens = Bytes()
     torch.manual_seed(settings.seed)
     model = LanguageModel(ModelConfig(block=BLOCK, n_layer=LAYERS, vocab_size=tokens.vocab_size))
@@ -127,7 +149,9 @@ def learn(
     trainer = Trainer(model, settings, rows, judged, ranks)
     with All([progress(settings, 1 / math.log(2))]) as watch:
         bits = go_on(trainer, out, tokens, watch)
-    return bits, sum(parameter.numel() for parameter in model.parameters())
+    # Where a file ends, the state is kept for the next one, as a compressor keeps what it has seen.
+    as_one = bits_per_byte(model, [torch.cat(list(judged.documents_s))], sum(judged.bytes_of))
+    return bits, as_one, sum(parameter.numel() for parameter in model.parameters())
 
 
 def write_sample(out: Path, file: Any) -> str:
@@ -147,12 +171,12 @@ def write_sample(out: Path, file: Any) -> str:
     return "".join(shown)
 
 
-def table(bits: float, compressed: Sequence[Compressed]) -> str:
+def table(bits: float, as_one: float, compressed: Sequence[Compressed]) -> str:
     """Bits per byte, the fewest first."""
-    lines = [("mambakit (Mamba-3)", bits, None), *((each.name, each.file_by_file, each.as_one) for each in compressed)]
+    lines = [Compressed("mambakit (Mamba-3)", bits, as_one), *compressed]
     written = [f"{'bits per byte':20} {'file by file':>12} {'as one stream':>14}"]
-    for name, apart, as_one in sorted(lines, key=lambda line: line[1]):
-        written.append(f"{name:20} {apart:12.3f} {'' if as_one is None else f'{as_one:14.3f}':>14}")
+    for each in sorted(lines, key=lambda line: line.file_by_file):
+        written.append(f"{each.name:20} {each.file_by_file:12.3f} {each.as_one:14.3f}")
     if find_zstd() is None:
         written.append("zstd was not measured: it needs Python 3.14 or pip install zstandard")
     return "\n".join(written)

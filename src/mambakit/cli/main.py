@@ -22,6 +22,7 @@ class Entry(NamedTuple):
 
 VERBS = (
     Entry("train", "train a language model on files or folders", "mambakit.cli.train"),
+    Entry("tokenizer", "learn a vocabulary from files or folders", "mambakit.cli.tokenizer"),
     Entry("generate", "stream text from a checkpoint", "mambakit.cli.generate"),
     Entry("chat", "talk with a model in the terminal", "mambakit.cli.chat"),
     Entry("serve", "answer OpenAI's clients and a web page", "mambakit.cli.serve"),

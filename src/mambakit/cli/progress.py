@@ -1,5 +1,6 @@
 """How a training run is shown: a moving line in a terminal, plain lines elsewhere, and TensorBoard's log."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,16 +20,21 @@ class Pace:
     def __init__(self, settings: TrainSettings):
         self._settings = settings
         self._seconds_per_step: float | None = None
+        self._tokens_per_step = 0.0
+        self._ranks = int(os.environ.get("WORLD_SIZE", 1))
         self._since = time.perf_counter()
 
-    def step(self, number: int) -> tuple[float, float]:
-        """Tokens per second, and the seconds that the steps after `number` will take."""
+    def step(self, step: Step) -> tuple[float, float]:
+        """Tokens per second, and the seconds that the steps after this one will take."""
         now = time.perf_counter()
         took, self._since = now - self._since, now
         before = took if self._seconds_per_step is None else self._seconds_per_step
         self._seconds_per_step = 0.95 * before + 0.05 * took
-        left = (self._settings.steps - number) * self._seconds_per_step
-        return self._settings.tokens_per_step / self._seconds_per_step, left
+        tokens = step.tokens * self._ranks
+        # Rows of examples are of several lengths.
+        self._tokens_per_step = 0.95 * (self._tokens_per_step or tokens) + 0.05 * tokens
+        left = (self._settings.steps - step.number) * self._seconds_per_step
+        return self._tokens_per_step / self._seconds_per_step, left
 
     def pause(self) -> None:
         self._since = time.perf_counter()
@@ -37,23 +43,23 @@ class Pace:
 class Lines:
     """A line every few seconds, for logs and pipes."""
 
-    def __init__(self, settings: TrainSettings, bits_per_nat: float):
+    def __init__(self, settings: TrainSettings, bits_per_nat: float | None):
         self._settings, self._bits = settings, bits_per_nat
         self._pace = Pace(settings)
         self._shown = time.perf_counter()
 
     def step(self, step: Step) -> None:
-        rate, left = self._pace.step(step.number)
+        rate, left = self._pace.step(step)
         now = time.perf_counter()
         if step.number in (1, self._settings.steps) or now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
             self._say(
-                f"step {step.number}/{self._settings.steps}  loss {step.loss:.3f}  "
-                f"{step.loss * self._bits:.3f} bits/byte{balanced(step)}  {rate:,.0f} tokens/s  {minutes(left)} left"
+                f"step {step.number}/{self._settings.steps}  {loss_of(step, self._bits)}{balanced(step)}  "
+                f"{rate:,.0f} tokens/s  {minutes(left)} left"
             )
 
-    def evaluation(self, step: int, bits_per_byte: float) -> None:
-        self._say(f"step {step}/{self._settings.steps}  held-out text: {bits_per_byte:.3f} bits/byte")
+    def evaluation(self, step: int, value: float) -> None:
+        self._say(f"step {step}/{self._settings.steps}  {held_out(value, self._bits)}")
         self._pace.pause()
 
     def note(self, text: str) -> None:
@@ -69,7 +75,7 @@ class Lines:
 class Bar:
     """A moving line in a terminal."""
 
-    def __init__(self, settings: TrainSettings, bits_per_nat: float):
+    def __init__(self, settings: TrainSettings, bits_per_nat: float | None):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -81,16 +87,15 @@ class Bar:
         self._progress.start()
 
     def step(self, step: Step) -> None:
-        rate, left = self._pace.step(step.number)
+        rate, left = self._pace.step(step)
         figures = (
-            f"loss {step.loss:.3f}  {step.loss * self._bits:.3f} bits/byte{self._held_out}{balanced(step)}  "
-            f"{rate:,.0f} tokens/s  {minutes(left)} left"
+            f"{loss_of(step, self._bits)}{self._held_out}{balanced(step)}  {rate:,.0f} tokens/s  {minutes(left)} left"
         )
         self._progress.update(self._task, completed=step.number, figures=figures)
 
-    def evaluation(self, step: int, bits_per_byte: float) -> None:
-        self._held_out = f" (held-out {bits_per_byte:.3f})"
-        self._progress.console.print(f"step {step}: held-out text at {bits_per_byte:.3f} bits/byte", highlight=False)
+    def evaluation(self, step: int, value: float) -> None:
+        self._held_out = f" (held-out {value:.3f})"
+        self._progress.console.print(f"step {step}: {held_out(value, self._bits)}", highlight=False)
         self._pace.pause()
 
     def note(self, text: str) -> None:
@@ -103,21 +108,23 @@ class Bar:
 class TensorBoard:
     """Curves for `tensorboard --logdir`. Going on from a step, what came after it is hidden."""
 
-    def __init__(self, folder: Path, step: int, bits_per_nat: float):
+    def __init__(self, folder: Path, step: int, bits_per_nat: float | None):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer, self._bits = SummaryWriter(str(folder), purge_step=step + 1), bits_per_nat
 
     def step(self, step: Step) -> None:
         self._writer.add_scalar("train/loss", step.loss, step.number)
-        self._writer.add_scalar("train/bits_per_byte", step.loss * self._bits, step.number)
+        if self._bits is not None:
+            self._writer.add_scalar("train/bits_per_byte", step.loss * self._bits, step.number)
         self._writer.add_scalar("train/lr", step.lr, step.number)
         self._writer.add_scalar("train/gradient_norm", step.norm, step.number)
         if step.balance is not None:
             self._writer.add_scalar("train/balance", step.balance, step.number)
 
-    def evaluation(self, step: int, bits_per_byte: float) -> None:
-        self._writer.add_scalar("held_out/bits_per_byte", bits_per_byte, step)
+    def evaluation(self, step: int, value: float) -> None:
+        name = "loss_per_answer_token" if self._bits is None else "bits_per_byte"
+        self._writer.add_scalar(f"held_out/{name}", value, step)
 
     def note(self, text: str) -> None:
         pass
@@ -136,9 +143,9 @@ class All:
         for watch in self._watches:
             watch.step(step)
 
-    def evaluation(self, step: int, bits_per_byte: float) -> None:
+    def evaluation(self, step: int, value: float) -> None:
         for watch in self._watches:
-            watch.evaluation(step, bits_per_byte)
+            watch.evaluation(step, value)
 
     def note(self, text: str) -> None:
         for watch in self._watches:
@@ -152,9 +159,22 @@ class All:
             watch.close()
 
 
-def progress(settings: TrainSettings, bits_per_nat: float) -> Lines | Bar:
-    """A bar in a terminal, else lines."""
+def progress(settings: TrainSettings, bits_per_nat: float | None) -> Lines | Bar:
+    """A bar in a terminal, else lines.
+
+    `bits_per_nat` makes bits per byte of text out of a loss; None where answers are learned.
+    """
     return (Bar if sys.stderr.isatty() else Lines)(settings, bits_per_nat)
+
+
+def loss_of(step: Step, bits_per_nat: float | None) -> str:
+    return f"loss {step.loss:.3f}" + ("" if bits_per_nat is None else f"  {step.loss * bits_per_nat:.3f} bits/byte")
+
+
+def held_out(value: float, bits_per_nat: float | None) -> str:
+    if bits_per_nat is None:
+        return f"held-out answers: loss {value:.3f} per token"
+    return f"held-out text: {value:.3f} bits/byte"
 
 
 def balanced(step: Step) -> str:

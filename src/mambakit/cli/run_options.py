@@ -13,6 +13,7 @@ from mambakit.blocks.family import FAMILIES
 from mambakit.checkpoints.files import read_json
 from mambakit.checkpoints.writing import sync
 from mambakit.cli.layers import NAMES
+from mambakit.training.examples import TOO_LONG
 from mambakit.training.lock import LOCK
 from mambakit.training.settings import BOUNDARIES, FREE, OPTIMIZERS, SCHEDULES
 
@@ -24,7 +25,37 @@ SUM = "sha256"
 """In both, of all that is there besides."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "tokenizer": {"default": None, "metavar": "FILE", "help": "a tokenizer.json; default: bytes"},
+    "init": {"default": None, "metavar": "MODEL", "help": "fine-tune this: a checkpoint's folder, a run's, a hub name"},
+    "lora": {"default": None, "type": int, "metavar": "R", "help": "train adapters of rank R, with --init"},
+    "full": {"default": False, "action": "store_true", "help": "train all weights, with --init; the default there"},
+    "lora_alpha": {"default": None, "type": float, "help": "adapters count alpha / R; default: twice R"},
+    "lora_targets": {"default": None, "metavar": "NAMES", "help": "like in_proj,out_proj; default: all projections"},
+    "merge": {
+        "default": True,
+        "action": argparse.BooleanOptionalAction,
+        "help": "beside an adapter, save the model with it merged in; default: yes",
+    },
+    "tokenizer": {
+        "default": None,
+        "metavar": "FILE",
+        "help": "a tokenizer.json, a folder or a hub name; default: bytes, with --init the model's",
+    },
+    "records": {
+        "default": True,
+        "action": argparse.BooleanOptionalAction,
+        "help": "read .jsonl, .csv, .parquet and .arrow as records, not as text; default: yes",
+    },
+    "template": {
+        "default": True,
+        "action": argparse.BooleanOptionalAction,
+        "help": "write conversations by the chat template, or else one message after the other; default: yes",
+    },
+    "packing": {
+        "default": True,
+        "action": argparse.BooleanOptionalAction,
+        "help": "several conversations to a row, unknown to each other; default: yes",
+    },
+    "too_long": {"default": "refuse", "choices": TOO_LONG, "help": "conversations longer than seq_len"},
     "binary": {"default": False, "action": "store_true", "help": "take files with zero bytes as they are"},
     "held_out": {"default": 0.05, "type": float, "help": "share of the text to evaluate on"},
     "family": {"default": "mamba3", "choices": FAMILIES, "help": "which block"},
@@ -46,7 +77,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulate": {"default": 1, "type": int, "help": "parts in which a step's rows are gone through"},
     "boundaries": {"default": "reset", "choices": BOUNDARIES, "help": "the state where a document ends"},
     "optimizer": {"default": "adamw", "choices": OPTIMIZERS, "help": "which optimizer"},
-    "lr": {"default": None, "type": float, "help": "peak learning rate; default: 0.002, with muon 0.005"},
+    "lr": {
+        "default": None,
+        "type": float,
+        "help": "peak learning rate; default: 0.002, with muon 0.005, with --init 0.0001, with --lora 0.001",
+    },
     "weight_decay": {"default": 0.1, "type": float, "help": "of matrices"},
     "clip": {"default": 1.0, "type": float, "help": "longest gradient"},
     "schedule": {"default": "cosine", "choices": SCHEDULES, "help": "how the learning rate falls"},
@@ -65,14 +100,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "log to DIR/logs; default: where tensorboard is installed",
     },
 }
-CHANGEABLE = FREE | {"tensorboard"}
+CHANGEABLE = FREE | {"tensorboard", "merge"}
 """Options that need not stay the same when a run is resumed."""
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: option["default"] for name, option in OPTIONS.items()} | dict(given)
     if options["lr"] is None:
-        options["lr"] = 5e-3 if options["optimizer"] == "muon" else 2e-3
+        from_scratch = 5e-3 if options["optimizer"] == "muon" else 2e-3
+        options["lr"] = 1e-3 if options["lora"] else 1e-4 if options["init"] else from_scratch
     return options
 
 
@@ -110,7 +146,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(
             ", ".join(f"{name} = {reprlib.repr(values[name])}" for name in wrong) + " is no option of a run"
         )
-    return with_defaults(values)
+    # Runs from before records were read took all files for text.
+    return with_defaults({"records": False, **values})
 
 
 def _fits(name: str, value: Any) -> bool:
@@ -118,7 +155,7 @@ def _fits(name: str, value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(path, str) for path in value)
     if name == "layers":
         return type(value) in (int, str)  # a number in runs from before there were patterns
-    if name == "text":
+    if name in ("text", "weights"):
         return isinstance(value, str)
     option = OPTIONS.get(name)
     if option is None or value is None:

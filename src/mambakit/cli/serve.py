@@ -4,16 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
-from mambakit.checkpoints import load_model
 from mambakit.cli.convert import model_folder
-from mambakit.inference import Engine
-from mambakit.inference.prefix_cache import PrefixCache
-from mambakit.inference.sessions import Sessions
-from mambakit.models.language_model import LanguageModel
-from mambakit.models.quantization import quantize
 from mambakit.optional import need
-from mambakit.text.chat import Chat, read_chat
-from mambakit.text.tokens import Tokens, read_tokens
+from mambakit.serving import loading
 
 EXAMPLE = "mambakit serve run/model --port 8000 --sessions sessions"
 KEY = "MAMBAKIT_API_KEY"
@@ -50,17 +43,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", type=int, choices=(8, 4), help="weights in so many bits")
 
 
-def load(args: argparse.Namespace) -> tuple[LanguageModel, Tokens, Chat, Engine]:
+def load(args: argparse.Namespace) -> loading.Loaded:
     """The model that is named, how it is talked to, and an engine for it."""
-    folder = model_folder(args.model)
-    tokens = read_tokens(Path(folder), args.tokenizer)
-    model = load_model(folder).eval()
-    if tokens.vocab_size > model.config.padded_vocab_size:
-        raise ValueError(f"the tokenizer has {tokens.vocab_size} tokens, but the model knows {model.config.vocab_size}")
-    chat = read_chat(Path(folder), tokens, model.config.vocab_size)
-    if args.quantize is not None:
-        model = quantize(model, args.quantize)
-    return model, tokens, chat, Engine(model, args.max_rows, PrefixCache(), tokenizer=tokens)
+    folder = Path(model_folder(args.model))
+    return loading.load(folder, tokenizer=args.tokenizer, bits=args.quantize, max_rows=args.max_rows)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -75,34 +61,19 @@ def run(args: argparse.Namespace) -> None:
     if not all(key.strip() for key in keys):
         raise ValueError("--api-key is empty; leave it out to take requests without one")
     need("serving", "starlette", "uvicorn", "prometheus_client")
-    from mambakit.serving.metrics import Metrics
     from mambakit.serving.server import serve
-    from mambakit.serving.service import Limits, Service
-    from mambakit.serving.store import Store, StoreOnDisk
-    from mambakit.serving.worker import Worker
+    from mambakit.serving.service import Limits
 
-    model, tokens, chat, engine = load(args)
-    store = Store()
-    if args.sessions is not None:
-        folder = Path(args.sessions)
-        states = Sessions(folder / "states", model, versions=1, max_bytes=args.max_session_bytes)
-        store = StoreOnDisk(folder, states)
-    worker = Worker(engine)
-    service = Service(
-        name=model_name(args.model),
-        model=model,
-        tokens=tokens,
-        chat=chat,
-        worker=worker,
-        store=store,
-        metrics=Metrics(lambda: worker.waiting, lambda: worker.active),
-        limits=Limits(
-            max_body=args.max_body,
-            max_waiting=args.max_waiting,
-            max_tokens=args.max_tokens,
-            seconds=args.timeout,
-            grace=args.grace,
-        ),
+    limits = Limits(
+        max_body=args.max_body,
+        max_waiting=args.max_waiting,
+        max_tokens=args.max_tokens,
+        seconds=args.timeout,
+        grace=args.grace,
+    )
+    sessions = None if args.sessions is None else Path(args.sessions)
+    service = loading.make_service(
+        model_name(args.model), load(args), limits, sessions=sessions, max_session_bytes=args.max_session_bytes
     )
     serve(
         service,

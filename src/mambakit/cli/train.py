@@ -1,16 +1,14 @@
 """`mambakit train DATA... --out DIR`."""
 
 import argparse
-import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mambakit.cli.layers import model_config
+from mambakit.checkpoints.files import ADAPTER, MODEL
+from mambakit.cli.base_model import begin
 from mambakit.cli.progress import All, TensorBoard, progress
 from mambakit.cli.run_options import (
     CHANGEABLE,
@@ -23,23 +21,26 @@ from mambakit.cli.run_options import (
     with_defaults,
     write_options,
 )
-from mambakit.models.language_model import LanguageModel
 from mambakit.optional import has, need
-from mambakit.text.documents import Document, hold_out, read_documents, standard_library
-from mambakit.text.tokens import Bytes, TokenizerFile
-from mambakit.training.batches import Rows, encode
+from mambakit.text.chat import read_chat
+from mambakit.text.documents import Found, read_documents, standard_library
+from mambakit.training.data import Choices, fingerprint, prepare
+from mambakit.training.examples import HeldOutAnswers
 from mambakit.training.lock import alone_in
 from mambakit.training.loop import HeldOut, Trainer
 from mambakit.training.processes import Ranks
-from mambakit.training.run import CHECKPOINTS, MODEL, go_on
+from mambakit.training.run import CHECKPOINTS, Keep, go_on
 from mambakit.training.run_checkpoints import RunCheckpoints
 from mambakit.training.settings import PARALLEL, TrainSettings
 
-EXAMPLE = "mambakit train notes/ book.txt --out run --steps 2000 --optimizer muon"
+EXAMPLE = "mambakit train notes/ book.txt --out run --steps 2000 --optimizer muon\n"
+EXAMPLE += "  mambakit train chats.jsonl --init run --lora 8 --out tuned --seq-len 1024 --steps 500"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", nargs="*", metavar="DATA", help="files and folders; default: Python's standard library")
+    parser.add_argument(
+        "data", nargs="*", metavar="DATA", help="texts, .jsonl, .csv, .parquet, folders; default: Python's own sources"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the run: checkpoints, logs, the model")
     parser.add_argument("--resume", action="store_true", help="go on with the run in DIR, whose options are kept")
     parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="under torchrun: whole models or shares")
@@ -55,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(args).items() if name in OPTIONS}
-    if given.get("tokenizer"):
-        given["tokenizer"] = str(Path(given["tokenizer"]).resolve())
+    for name in ("tokenizer", "init"):
+        if given.get(name) and Path(given[name]).exists():  # else a name on the hub
+            given[name] = str(Path(given[name]).resolve())
     out, data = Path(args.out), [str(Path(path).resolve()) for path in args.data]
     ranks = Ranks(args.parallel, args.device)
     try:
@@ -64,15 +66,20 @@ def run(args: argparse.Namespace) -> None:
             options, notes = resumed(out, given, data) if args.resume else (begun(out, given, data), [])
             # All ranks have read what is there before the first one writes.
             ranks.gather(None)
-            final, bytes_read = start(options, out, ranks, notes)
+            final, held_out = start(options, out, ranks, given, notes)
     finally:
         ranks.close()
     if not ranks.is_first:
         return
+    made = {name: str(out / name) for name in (ADAPTER, MODEL) if (out / name).is_dir()}
     if args.json:
-        print(json.dumps({"bits_per_byte": final, "held_out_bytes": bytes_read, "model": str(out / MODEL)}))
-    else:
-        print(f"{final:.3f} bits/byte on {bytes_read:,} held-out bytes; the model is in {out / MODEL}")
+        counted = "held_out_bytes" if isinstance(held_out, HeldOut) else "held_out_answer_tokens"
+        print(json.dumps({held_out.measure: final, counted: held_out.size, **made}))
+        return
+    told = f"{final:.3f} bits/byte on {held_out.size:,} held-out bytes"
+    if not isinstance(held_out, HeldOut):
+        told = f"loss {final:.3f} per token on {held_out.size:,} tokens of held-out answers"
+    print(f"{told}; {', '.join(f'the {name} is in {place}' for name, place in made.items())}")
 
 
 def begun(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
@@ -97,45 +104,50 @@ def resumed(out: Path, given: Mapping[str, Any], data: Sequence[str]) -> tuple[d
     return options | again, [f"{note}; {SPARE} beside it is used" for note in notes]
 
 
-def start(options: dict[str, Any], out: Path, ranks: Ranks, noted: Sequence[str] = ()) -> tuple[float, int]:
-    """Train as the options say; bits per byte of the held-out text, and its size."""
+def start(
+    options: dict[str, Any], out: Path, ranks: Ranks, given: Iterable[str] = (), noted: Sequence[str] = ()
+) -> tuple[float, HeldOut | HeldOutAnswers]:
+    """Train as the options say; what the held-out data says of the result, and this data."""
     if options["tensorboard"]:
         need("--tensorboard", "tensorboard")
-    documents, notes = read_documents(options["data"], binary=options["binary"]) if options["data"] else library()
-    tokens = TokenizerFile(Path(options["tokenizer"])) if options["tokenizer"] else Bytes()
-    check_same_text(options, documents)
-    for_training, held_out = hold_out(documents, options["held_out"])
     settings = TrainSettings(**{name: options[name] for name in TrainSettings.__dataclass_fields__})
-    rows = Rows(encode(for_training, tokens), tokens.end, settings)
-    bytes_of = [len(content) for _, content in held_out]
-    torch.manual_seed(settings.seed)
-    model = LanguageModel(model_config(options, tokens.vocab_size))
+    kinds = {"binary": options["binary"], "records": options["records"]}
+    found = read_documents(options["data"], **kinds) if options["data"] else library()
+    check_same_text(options, found)
+    model, tokens, folder, description = begin(options, given)
+    vocabulary = model.config.vocab_size
+    data = prepare(
+        found,
+        tokens,
+        lambda: read_chat(folder or Path(os.devnull), tokens, vocabulary),
+        settings,
+        Choices(**{name: options[name] for name in Choices._fields}),
+    )
     model.backbone.checkpoint_layers = options["checkpoint_layers"]
-    trainer = Trainer(model, settings, rows, HeldOut(encode(held_out, tokens), bytes_of), ranks)
-    bits_per_nat = rows.tokens / sum(len(content) for _, content in for_training) / math.log(2)
+    trainer = Trainer(model, settings, data.rows, data.held_out, ranks)
     watches: list[Any] = []
     if ranks.is_first:
         write_options(out, options)
-        watches = [progress(settings, bits_per_nat)]
+        watches = [progress(settings, data.bits_per_nat)]
         if options["tensorboard"] is not False and has("tensorboard"):
             step = max(RunCheckpoints(out / CHECKPOINTS).steps(), default=0)
-            watches.append(TensorBoard(out / "logs", step, bits_per_nat))
+            watches.append(TensorBoard(out / "logs", step, data.bits_per_nat))
     with All(watches) as watch:
         size = sum(p.numel() for p in model.parameters())
-        for note in (*noted, *notes, f"{size:,} parameters, {rows.tokens:,} tokens in {len(for_training)} documents"):
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        much = f"{size:,} parameters" + (f", {trained:,} of them trained" if trained < size else "")
+        for note in (*noted, *found.notes, *data.notes[:-1], f"{much}; {data.notes[-1]}"):
             watch.note(note)
-        return go_on(trainer, out, tokens, watch), sum(bytes_of)
+        keep = Keep(tokens, description, options["init"] or "", options["merge"])
+        return go_on(trainer, out, keep, watch), data.held_out
 
 
-def library() -> tuple[list[Document], list[str]]:
-    return standard_library(), ["no data given: training on the sources of Python's standard library"]
+def library() -> Found:
+    return Found(standard_library(), ["no data given: training on the sources of Python's standard library"])
 
 
-def check_same_text(options: dict[str, Any], documents: Sequence[Document]) -> None:
-    """Note a fingerprint of the text in the options of a new run; a resumed one has to have the same."""
-    digest = hashlib.sha256()
-    for name, content in documents:
-        digest.update(f"{name} {len(content)} ".encode() + content)
-    found = digest.hexdigest()
-    if options.setdefault("text", found) != found:
+def check_same_text(options: dict[str, Any], found: Found) -> None:
+    """Note a fingerprint of the data in the options of a new run; a resumed one has to have the same."""
+    seen = fingerprint(found)
+    if options.setdefault("text", seen) != seen:
         raise ValueError("the text has changed since the run began; a run goes on with the same files only")

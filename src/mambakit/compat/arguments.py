@@ -1,5 +1,6 @@
 """What the doors of the official functions have in common: signatures, dtypes that may differ, unknown words."""
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from inspect import Signature, signature
@@ -70,6 +71,11 @@ def of_tensors(function: Function) -> Function:
     return cast(Function, called)
 
 
+def through_apply(name: str, function: Callable[..., Any]) -> Any:
+    """A class that stands for an official `autograd.Function`: its `apply` is the function."""
+    return type(name, (), {"__doc__": f"`{name}.apply` is `{function.__name__}`.", "apply": staticmethod(function)})
+
+
 def check_channels(x: Tensor, **named: Tensor | None) -> None:
     """That these have an entry for each of the last axis of `x`."""
     for name, tensor in named.items():
@@ -86,10 +92,18 @@ def refuse_unknown(owner: str, unknown: dict[str, Any]) -> None:
     if forks:
         raise TypeError(
             f"{owner} has no argument {names}: {', '.join(forks)} belongs to a modified copy of mamba_ssm "
-            "(Vision Mamba and its relatives), not to the official package. Wrap two blocks, one over the flipped "
-            "sequence, as examples/gallery/bidirectional.py does"
+            "(Vision Mamba and its relatives), not to the official package. Put that copy on the path: it stays, and "
+            "what in it needs a GPU is filled in. Or wrap two blocks, one over the flipped sequence, as "
+            "examples/gallery/bidirectional.py does"
         )
     raise TypeError(f"{owner} has no argument {names}")
+
+
+def warn_of_unknown(owner: str, unknown: dict[str, Any]) -> None:
+    """One warning for keywords that the official class takes and ignores."""
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        warnings.warn(f"{owner} ignores {names}, as the official one does", UserWarning, stacklevel=3)
 
 
 def in_our_words(family: str, official: dict[str, Any]) -> dict[str, Any]:
@@ -102,6 +116,14 @@ def check_activation(activation: str | None) -> bool:
     if activation not in ACTIVATIONS:
         raise NotImplementedError(f'activation = {activation!r} is not one of None, "silu" and "swish"')
     return activation is not None
+
+
+def by_version(activation: str | None, *others: Any) -> tuple[Any, ...]:
+    """The activation, then the other arguments: in older versions it comes earlier, at the place of one of them."""
+    for given in others:
+        if isinstance(given, str):
+            activation = given
+    return activation, *(None if isinstance(given, str) else given for given in others)
 
 
 def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -63,6 +63,14 @@ def accelerate(model: nn.Module) -> Accelerated:
     Works for every model whose mixers call transformers' Mamba functions: mamba, mamba2, falcon_mamba, and hybrids such
     as jamba, bamba, zamba2. Raises `ValueError` for a model without such mixers, for one that is accelerated already,
     and for mixers whose `forward` something else has replaced.
+
+    Examples:
+        >>> from transformers import Mamba2Config, Mamba2ForCausalLM
+        >>> sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}
+        >>> config = Mamba2Config(vocab_size=64, num_hidden_layers=2, **sizes)
+        >>> model = Mamba2ForCausalLM(config).eval()
+        >>> replaced = mk.accelerate(model)
+        >>> logits_bsw = model(torch.tensor([[1, 2, 3]])).logits
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"accelerate takes a loaded model, got {type(model).__name__}")

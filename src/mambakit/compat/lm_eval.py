@@ -14,16 +14,12 @@ import torch
 from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 from tqdm import tqdm
 
-from mambakit.blocks.caches import select
 from mambakit.checkpoints import load_model
 from mambakit.checkpoints.files import DTYPES
-from mambakit.inference.generation import Stream, prefill
-from mambakit.inference.prompts import read_prompts
-from mambakit.models.language_model import LanguageModel
-from mambakit.text.tokens import Tokens, read_tokens
+from mambakit.inference import Engine, Request
+from mambakit.text.tokens import read_tokens
 
 AUTO_BATCH = 16
 LM_EVAL_DEVICE = "cuda:0"
@@ -31,6 +27,7 @@ LM_EVAL_DEVICE = "cuda:0"
 SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
 GENERATION = {"until", "do_sample", "temperature", "max_gen_toks", "max_new_tokens", *SAMPLING}
 Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 @register_model("mambakit")
@@ -100,18 +97,15 @@ class MambakitLM(TemplateLM):
         results: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for contexts in batches(sorted(places, key=len, reverse=True), self.batch_size):
-                x_bd, cache = self.read(contexts)
-                asked = [(row, place) for row, context in enumerate(contexts) for place in places[context]]
-                asked.sort(key=lambda pair: -len(requests[pair[1]][2]))
-                for part in batches(asked, self.batch_size):
-                    rows = [row for row, _ in part]
-                    continuations = [requests[place][2] for _, place in part]
-                    scores = follow(self.model, x_bd[rows], select(cache, rows), continuations, self.chunk)
-                    for (_, place), score in zip(part, scores, strict=True):
-                        results[place] = score
-                        if requests[place][0] is not None:
-                            self.cache_hook.add_partial("loglikelihood", requests[place][0], score)
-                    bar.update(len(part))
+                read = self.run({context: {"ids": context, "keep_state": True} for context in contexts})
+                asked = [place for context in contexts for place in places[context]]
+                asked.sort(key=lambda place: -len(requests[place][2]))
+                told = self.run({place: following(*requests[place][1:], read) for place in asked})
+                for place, request in told.items():
+                    results[place] = score(request)
+                    if requests[place][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[place][0], results[place])
+                bar.update(len(told))
         return [results[place] for place in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -124,23 +118,18 @@ class MambakitLM(TemplateLM):
         return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        places: dict[str, list[int]] = {}
-        for place, request in enumerate(requests):
-            places.setdefault(repr(sorted(request.args[1].items())), []).append(place)
-        results: dict[int, str] = {}
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
-            for alike in places.values():
-                encoded = {place: self.tok_encode(requests[place].args[0]) or [self.eot_token_id] for place in alike}
-                for part in batches(sorted(alike, key=lambda place: -len(encoded[place])), self.batch_size):
-                    texts = self.generate([encoded[place] for place in part], requests[part[0]].args[1])
-                    for place, text in zip(part, texts, strict=True):
-                        results[place] = text
-                        self.cache_hook.add_partial("generate_until", requests[place].args, text)
-                    bar.update(len(part))
-        return [results[place] for place in range(len(requests))]
-
-    def generate(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
         """The texts that follow, each up to the first of its stops or to where the document ends."""
+        encoded = [self.tok_encode(request.args[0]) or [self.eot_token_id] for request in requests]
+        order = sorted(range(len(requests)), key=lambda place: -len(encoded[place]))
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+            asked = {place: {"ids": encoded[place], **self.options(requests[place].args[1])} for place in order}
+            answers = self.run(asked, lambda request: bar.update(request.done))
+        for place, answer in answers.items():
+            self.cache_hook.add_partial("generate_until", requests[place].args, answer.text)
+        return [answers[place].text for place in range(len(requests))]
+
+    def options(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """A request's settings in the words of the engine."""
         unknown = sorted(name for name, value in settings.items() if name not in GENERATION and value is not None)
         if unknown:
             raise ValueError(f"generation settings {', '.join(unknown)} are unknown; mambakit has {sorted(GENERATION)}")
@@ -149,80 +138,41 @@ class MambakitLM(TemplateLM):
         samples, temperature = settings.get("do_sample"), settings.get("temperature")
         if temperature is None or samples is False:
             temperature = 1.0 if samples else 0.0
-        sampling: dict[str, Any] = {name: settings.get(name) for name in SAMPLING}
-        stream = Stream(
+        end = self.tokens.end
+        return {
+            "max_new_tokens": settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_gen_toks,
+            "temperature": temperature,
+            "stop": [*([end] if end < self.model.config.vocab_size else []), *until],
+            **{name: settings.get(name) for name in SAMPLING},
+        }
+
+    def run(self, asked: dict[Key, dict[str, Any]], on_token: Any = None) -> dict[Key, Request]:
+        """Requests through an engine, by their names; those that ask for no tokens get none."""
+        engine = Engine(
             self.model,
-            prompts,
-            max_new_tokens=settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_gen_toks,
-            temperature=temperature,
-            stop=stop_ids(self.tokens, until, self.model.config.vocab_size),
+            self.batch_size,
+            tokenizer=self.tokens,
             prefill_chunk=self.chunk,
-            **sampling,
+            prefill_rows=self.batch_size,
         )
-        rows: list[list[int]] = [[] for _ in prompts]
-        ended = [False] * len(prompts)
-        for token_b in stream:
-            for row, token in enumerate(token_b.tolist()):
-                if not ended[row]:
-                    rows[row].append(token)
-                    ended[row] = token == self.tokens.end or any(
-                        text in self.tokens.decode(rows[row]) for text in until
-                    )
-            if all(ended):
-                break
-        return [before_any(until, self.tokens.decode(row)) for row in rows]
-
-    @torch.no_grad()
-    def read(self, contexts: Sequence[Sequence[int]]) -> tuple[Tensor, Any]:
-        prompts = read_prompts(contexts, None, self.model.config.vocab_size, self._device)
-        return prefill(self.model, prompts, None, self.chunk)
+        added = {name: engine.add(**{"max_new_tokens": 0, **one}, on_token=on_token) for name, one in asked.items()}
+        engine.run()
+        for request in added.values():
+            if request.error is not None:
+                raise request.error
+        return added
 
 
-@torch.no_grad()
-def follow(
-    model: LanguageModel, x_bd: Tensor, cache: Any, continuations: list[list[int]], chunk: int
-) -> list[tuple[float, bool]]:
-    """The log-likelihood of each continuation, and whether every token of it is the likeliest.
-
-    `x_bd` and `cache` are those after the tokens before. What fills up shorter continuations comes after their end and
-    so has no effect.
-    """
-    longest = max(map(len, continuations))
-    filled = [continuation + [0] * (longest - len(continuation)) for continuation in continuations]
-    target_bs = torch.tensor(filled, device=x_bd.device)
-    length_b = torch.tensor([len(continuation) for continuation in continuations], device=x_bd.device)
-    present_bs = torch.arange(longest, device=x_bd.device) < length_b[:, None]
-    total_b = torch.zeros(len(continuations), dtype=torch.float64)
-    greedy_b = torch.ones(len(continuations), dtype=torch.bool)
-    for start in range(0, longest, chunk):
-        here_bs, asked_bs = target_bs[:, start : start + chunk], present_bs[:, start : start + chunk]
-        # After the last token of all, nothing is asked for.
-        taken_bs = here_bs if start + chunk < longest else here_bs[:, :-1]
-        before_bsd = x_bd[:, None]
-        if taken_bs.shape[1]:
-            x_bsd, cache = model.backbone(model.embed(taken_bs), cache)
-            before_bsd = torch.cat([before_bsd, x_bsd], 1)[:, : here_bs.shape[1]]
-            x_bd = x_bsd[:, -1]
-        row_N = asked_bs.nonzero()[:, 0].cpu()
-        logits_Nw, target_N = model.logits(before_bsd[asked_bs]), here_bs[asked_bs]
-        wide = torch.promote_types(logits_Nw.dtype, torch.float32)
-        told_N = torch.log_softmax(logits_Nw, -1, dtype=wide).gather(1, target_N[:, None])[:, 0]
-        total_b.index_add_(0, row_N, told_N.cpu().double())
-        greedy_b[row_N[(logits_Nw.argmax(-1) != target_N).cpu()]] = False
-    return list(zip(total_b.tolist(), greedy_b.tolist(), strict=True))
+def following(context: list[int], continuation: list[int], read: dict[tuple[int, ...], Request]) -> dict[str, Any]:
+    """Ask for the log-probabilities of a continuation, whose context has been read."""
+    state = read[tuple(context)].state
+    return {"ids": [*context, *continuation], "echo": len(context), "logprobs": 1, "state": state}
 
 
-def stop_ids(tokens: Tokens, until: list[str], vocab_size: int) -> list[int | list[int]]:
-    """What ends a row at once: the document's end, and stops that these tokens are sure to write."""
-    ends: list[int | list[int]] = [tokens.end] if tokens.end < vocab_size else []
-    encoded = [(text, tokens.encode(text.encode())) for text in until]
-    return ends + [ids for text, ids in encoded if ids and tokens.decode(ids) == text]
-
-
-def before_any(until: list[str], text: str) -> str:
-    for stop in until:
-        text = text.split(stop)[0]
-    return text
+def score(request: Request) -> tuple[float, bool]:
+    """The log-likelihood of a continuation, and whether every token of it is the likeliest."""
+    told = request.prompt_logprobs
+    return sum(one.logprob for one in told), all(one.logprob >= max(one.likeliest.values()) for one in told)
 
 
 def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

@@ -49,7 +49,7 @@ class Stateful:
         """A prompt from fresh states, which go into `inference_params`; after it, one token from the states there.
 
         `seq_idx` (b, s) or `cu_seqlens` restart at every packed sequence; the latter, in a batch of one, keeps states
-        of each. Tokens after the last one are padding: they leave no states, and without `seq_idx` their output is zero.
+        of each. Tokens after the last one are padding: they leave no states, and without `seq_idx` give zeros.
         """
         rows = len(x_bsd) if cu_seqlens is None else len(cu_seqlens) - 1
         states = None if inference_params is None else self._get_states_from_cache(inference_params, rows)

@@ -4,10 +4,11 @@ import json
 import reprlib
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.optional import need
@@ -16,40 +17,113 @@ from mambakit.text.tokens import Bytes, TokenizerFile
 COMPILERS = {"regex": "grammar_from_regex", "grammar": "grammar_from_lark"}
 SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """Of JSON: at most one, after a comma or a colon, so that a model cannot go on with spaces for ever."""
-TABLES: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
-"""What `llguidance` knows of a tokenizer's tokens, as it takes a while to find out."""
+QUOTE, BRACKETS = b'"', b"]})"
+OTHERS = (b",:", b"0123456789", b"tn", b"f", b"-[{(", b" ", b"abcdefghijklmnopqrstuvwxyz")
+"""First bytes of tokens in the order in which they are tried in bringing a text to its end."""
+USED = 1000.0
+
+
+class Table(NamedTuple):
+    """A tokenizer's tokens."""
+
+    known: Any
+    """As `llguidance` reads them."""
+    prices: list[tuple[Tensor, Tensor]]
+    """See `find_prices`."""
+
+
+TABLES: "WeakKeyDictionary[Any, Table]" = WeakKeyDictionary()
+"""By tokenizer, as it takes a while to find out."""
 
 
 class Constraint:
-    """Where a text stands in the form it has to have. ValueError where that form cannot be compiled."""
+    """Where a text stands in the form it has to have. ValueError where that form cannot be compiled.
 
-    def __init__(self, wanted: Any, tokenizer: Any, vocab_size: int):
+    A text of at most `max_new_tokens` tokens is whole at its end: a token after which too few would be left gives way
+    to the next one of a way out, which is known at every moment. Only where none was found from the start that is
+    short enough (a form that needs more tokens) can it be cut.
+    """
+
+    def __init__(self, wanted: Any, tokenizer: Any, vocab_size: int, max_new_tokens: int | None = None):
         if tokenizer is None:
             raise ValueError("a constraint is about text, so it needs a tokenizer")
         self._vocab_size = vocab_size
-        self._matcher = import_llguidance().LLMatcher(table(tokenizer), grammar(wanted), log_level=0)
+        self._table = table(tokenizer)
+        self._matcher = import_llguidance().LLMatcher(self._table.known, grammar(wanted), log_level=0)
         self._check("cannot be compiled")
+        self.complete = False
+        """Whether no further token may come."""
         self._look_ahead()
+        self._left = max_new_tokens
+        self._way_out = None if max_new_tokens is None else self._find_way_out(max_new_tokens)
 
     def keep(self, logits_w: Tensor) -> Tensor:
         """The logits of tokens that may come next, minus infinity in the place of the others."""
-        return logits_w.masked_fill(~self._allowed_w.to(logits_w.device), -torch.inf)
+        return logits_w.masked_fill(self._forbidden_w.to(logits_w.device), -torch.inf)
 
-    def take(self, token: int) -> bool:
-        """Go on with this token; whether it was the last one that may come."""
+    def take(self, token: int) -> int:
+        """Go on with this token, or with another if too few were left to come to an end after it; which it was."""
+        way_out = self._way_out
+        if way_out is not None:
+            assert self._left is not None
+            token, self._way_out = self._settle(token, way_out, self._left - 1)
         self._matcher.consume_token(token)
         self._check(f"cannot go on with token {token}")
-        return self._matcher.is_stopped() or not self._look_ahead()
+        self.complete = self._matcher.is_stopped() or not self._look_ahead()
+        if self._left is not None:
+            self._left -= 1
+            self.complete |= not self._left and self._matcher.is_accepting()
+        return token
+
+    def _settle(self, token: int, way_out: list[int], left: int) -> tuple[int, list[int] | None]:
+        """The token that comes and the way out after it, of at most `left` tokens; None for a model without an end."""
+        way_out = way_out or [self._table.known.eos_token]  # where the text may end as it is
+        if token == way_out[0]:
+            return token, way_out[1:]
+        for known in (way_out, way_out[1:]):
+            if len(known) <= left and self._ends(self._matcher, [token, *known]):
+                return token, known
+        found = self._find_way_out(left, [token], way_out)
+        if found is None and way_out[0] < self._vocab_size:
+            return way_out[0], way_out[1:]
+        return token, found
+
+    def _ends(self, matcher: Any, tokens: list[int]) -> bool:
+        """Whether these may come next and be the last."""
+        return matcher.validate_tokens([*tokens, self._table.known.eos_token]) == len(tokens) + 1
+
+    def _find_way_out(self, most: int, after: Sequence[int] = (), known: Sequence[int] = ()) -> list[int] | None:
+        """Tokens that end the text, at most so many; None if none are found. `known` is how it would have ended before.
+
+        What closes comes first, and of what does not, what has not been there yet: all of a form is tried in the end.
+        """
+        for joins in (True, False) if known else (False,):
+            for first_w, dearer_w in self._table.prices:
+                matcher, way = self._matcher.deep_copy(), []
+                matcher.consume_tokens(list(after))
+                price_w = first_w[: self._vocab_size].clone()
+                while not matcher.is_error():
+                    if matcher.is_stopped() or matcher.is_accepting():
+                        return way
+                    if joins and len(way) + len(known) <= most and self._ends(matcher, [*known]):
+                        return [*way, *known]
+                    if len(way) == most:
+                        break
+                    forbidden_w = forbidden(matcher.compute_logit_bias(), len(price_w))
+                    token = int(price_w.masked_fill(forbidden_w, torch.inf).argmin())
+                    if forbidden_w[token]:
+                        break
+                    matcher.consume_token(token)
+                    way.append(token)
+                    price_w[token] += dearer_w[token]
+        return None
 
     def _look_ahead(self) -> bool:
         """Find out what may come next; whether anything may."""
         bias = self._matcher.compute_logit_bias()
         self._check("has become too complex")
-        self._allowed_w = torch.zeros(self._vocab_size, dtype=torch.bool)
-        # The model may know fewer ids than the tokenizer, or more.
-        known_w = torch.frombuffer(bytearray(bias), dtype=torch.uint8)[: self._vocab_size]
-        self._allowed_w[: len(known_w)] = known_w != 0
-        goes_on = bool(self._allowed_w.any())
+        self._forbidden_w = forbidden(bias, self._vocab_size)
+        goes_on = not bool(self._forbidden_w.all())
         if not goes_on and not self._matcher.is_accepting():
             raise ValueError("the constraint allows none of the model's tokens to come next")
         return goes_on
@@ -58,6 +132,34 @@ class Constraint:
         if self._matcher.is_error():
             why = textwrap.shorten(self._matcher.get_error(), 300, placeholder=" ...")
             raise ValueError(f"the constraint {told}: {why}")
+
+
+def forbidden(bias: bytes, vocab_size: int) -> Tensor:
+    """Which of the model's tokens `llguidance` does not allow. The model may know fewer ids than it, or more."""
+    known_w = torch.frombuffer(bytearray(bias), dtype=torch.uint8)[:vocab_size] == 0
+    return known_w if len(known_w) == vocab_size else F.pad(known_w, (0, vocab_size - len(known_w)), value=True)
+
+
+def find_prices(known: Any) -> list[tuple[Tensor, Tensor]]:
+    """Prices of tokens for two ways to the end of a text, and how much dearer each use makes them.
+
+    The first takes a quote for the end of a string, the second for its beginning.
+    """
+    tokens = [known.decode_bytes([id]) for id in range(known.vocab_size)]
+    special_w = torch.tensor([known.is_special_token(id) for id in range(known.vocab_size)])
+    quoted_w = torch.tensor([token[:1] == QUOTE for token in tokens])
+    first_w, second_w = (
+        torch.tensor([price(token, order) for token in tokens]).masked_fill(special_w, torch.inf)
+        for order in ((QUOTE, BRACKETS, *OTHERS), (BRACKETS, QUOTE, *OTHERS))
+    )
+    return [(first_w, USED * (first_w > 7.5)), (second_w, USED * ~quoted_w)]
+
+
+def price(token: bytes, order: Sequence[bytes]) -> float:
+    """By what it begins with, and of those, the shortest; but what closes several things is the best."""
+    place = next((i for i, some in enumerate(order) if token[:1] in some), len(order)) if token else len(order)
+    closes = all(one in QUOTE + BRACKETS for one in token)
+    return place + 0.01 * (-1 if closes else 1) * min(len(token), 40)
 
 
 def constrained(logits_bw: Tensor, constraints: Sequence[Constraint | None]) -> Tensor:
@@ -88,8 +190,7 @@ def grammar(wanted: Any) -> str:
         raise ValueError(f"the constraint is not a JSON schema: {error}") from error
 
 
-def table(tokenizer: Any) -> Any:
-    """A tokenizer's tokens as `llguidance` reads them."""
+def table(tokenizer: Any) -> Table:
     if tokenizer not in TABLES:
         llguidance = import_llguidance()
         if isinstance(tokenizer, Bytes):
@@ -99,7 +200,7 @@ def table(tokenizer: Any) -> Any:
         else:
             given = f"expected Bytes or a TokenizerFile of mambakit.text.tokens, got a {type(tokenizer).__name__}"
             raise ValueError(f"a constraint needs to know the tokenizer's tokens: {given}")
-        TABLES[tokenizer] = made
+        TABLES[tokenizer] = Table(made, find_prices(made))
     return TABLES[tokenizer]
 
 

@@ -4,6 +4,7 @@ It is made for plain models in float32 on the CPU, their projections in float32 
 stands in a model's way; such a model is stepped module by module.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -94,6 +95,18 @@ def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | St
     return StepByStep(model, backend)
 
 
+class Chain:
+    """Tokens of a row that were computed in one call, or in several that went on."""
+
+    def __init__(self, place: int):
+        self.places = [place]
+        """What is small after each token, and the notes of those that may be taken back."""
+        self.settled = 1
+        """How many are written into the large states."""
+        self.counted = 1
+        """How many count."""
+
+
 class Decoder:
     """`logits_bw = decoder.step(ids_b)` after `decoder.load(cache)`; `cache()` is the cache at any time.
 
@@ -115,15 +128,15 @@ class Decoder:
         self._spots = [spot for layer in self._layers for spot in spots_of(layer)]
         self._like = torch.empty(0, dtype=torch.float32)
         self._states = States([spot.block for spot in self._spots])
-        self._chains: list[list[int]] = []
-        """Of every row, the places of the states after each token of its last chain."""
+        self._chains: list[Chain] = []
+        """Of every row its last one."""
         self._at: At | None = None
         """Of one more token of every row, while rows stay where they are."""
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
         self._states.load(self._apart(cache)[1])
-        self._end_chains()
+        self._chains, self._at = [Chain(place) for place in self._states.places], None
         with torch.no_grad():
             self._decoding.load(self._states.of_kernels())
 
@@ -135,9 +148,10 @@ class Decoder:
         rows, news = self._apart(cache)
         if rows != 1:
             raise ValueError(f"one row joins at a time, got a cache of {rows}")
-        self._states.join(news, self._taken())
-        self._chains.append(self._states.places[-1:])
-        self._moved()
+        self._states.join(news, {place for chain in self._chains for place in chain.places})
+        self._chains.append(Chain(self._states.places[-1]))
+        self._at = None
+        self._decoding.move(self._states.of_kernels())
 
     def leave(self, row: int) -> None:
         """The last row takes the place of this one."""
@@ -147,6 +161,7 @@ class Decoder:
 
     def row(self, row: int) -> tuple[Any, ...]:
         """A copy of the state of one row."""
+        self._settle()
         return self._together(self._states.rows([row]))
 
     def step(self, ids_b: Tensor) -> Tensor:
@@ -154,15 +169,10 @@ class Decoder:
         rows = len(self._states.places)
         if not rows or tuple(ids_b.shape) != (rows,):
             raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")
+        if ids_b.dtype != torch.int64 or ids_b.device.type != "cpu":
+            raise ValueError(f"ids_b is {ids_b.dtype} on {ids_b.device}, expected int64 on the CPU")
         self._check_ids(ids_b.tolist())
-        if self._states.make_room(1 + AHEAD):
-            self._moved()
-        if self._at is None:
-            self._end_chains()
-            places = torch.tensor(self._states.places)
-            self._at = At(torch.tensor(self._states.texts), places, places)
-        self._states.left -= 1
-        return self._decoding.step(ids_b, self._at)
+        return self._decoding.step(ids_b, self._again() or self._plan([1] * rows, False))
 
     def chains(self, ids: Sequence[Sequence[int]], on: bool = False) -> Tensor:
         """Tokens of every row that follow one another, in one call: the logits after each, row after row.
@@ -178,58 +188,83 @@ class Decoder:
             )
         tokens = [token for own in ids for token in own]
         self._check_ids(tokens)
-        most = max(map(len, ids))
-        self._at = None
-        if not on:
-            self._end_chains()
-        needed = len(self._taken()) + len(tokens) - (0 if on else rows)
+        at = self._plan([len(own) for own in ids], on)
+        return self._decoding.step(torch.tensor(tokens, dtype=torch.int64), at)
+
+    def _again(self) -> At | None:
+        """Where one more token of every row belongs, if that is where the last one did."""
+        if self._at is not None:
+            if self._states.make_room(1 + AHEAD):
+                self._decoding.move(self._states.of_kernels())
+            self._states.left -= 1
+        return self._at
+
+    def _plan(self, lengths: list[int], on: bool) -> At:
+        """Where so many tokens of each row belong, with new chains of them or longer ones."""
+        most, tokens = max(lengths), sum(lengths)
         if on and most > self._states.left:
             raise ValueError(f"a chain goes on for at most {AHEAD} tokens")
+        noted = [chain.places[chain.settled : len(chain.places) if on else chain.counted] for chain in self._chains]
+        if not on:
+            self._chains = [Chain(place) for place in self._states.places]
+        taken = {place for places in (*noted, *(chain.places for chain in self._chains)) for place in places}
+        needed = len(taken) + tokens - (0 if on else len(lengths))
         if self._states.make_places(needed) | (not on and self._states.make_room(most + AHEAD)):
-            self._moved()
-        taken = self._taken()
+            self._decoding.move(self._states.of_kernels())
         spare = (place for place in range(needed) if place not in taken)
         text_b, before_b, after_b = [], [], []
-        for row, own in enumerate(ids):
-            chain = self._chains[row]
-            for number in range(len(own)):
-                text_b.append(self._states.texts[row])
-                before_b.append(chain[-1])
+        for chain, text, length in zip(self._chains, self._states.texts, lengths, strict=True):
+            for number in range(length):
+                before_b.append(chain.places[-1])
                 if number or on:
-                    chain.append(next(spare))
-                after_b.append(chain[-1])
+                    chain.places.append(next(spare))
+                after_b.append(chain.places[-1])
+            text_b += [text] * length
         # Those that will not count are counted too: room is made early, not late.
         self._states.left -= most
-        at = At(torch.tensor(text_b), torch.tensor(before_b), torch.tensor(after_b))
-        return self._decoding.step(torch.tensor(tokens), at)
+        self._at = None
+        at = At(torch.tensor(text_b), torch.tensor(before_b), torch.tensor(after_b), stays=not on)
+        if on or tokens > len(lengths) or any(noted):
+            return self._in_order(at, noted, lengths)
+        self._at = at
+        return at
+
+    def _in_order(self, at: At, noted: list[list[int]], lengths: list[int]) -> At:
+        """With the notes of each row's text, then its tokens."""
+        runs, note, row = [], 0, 0
+        for text, own, length in zip(self._states.texts, noted, lengths, strict=True):
+            runs.append([text, note, note + len(own), row, row + length])
+            note, row = note + len(own), row + length
+        again = torch.tensor([place for own in noted for place in own], dtype=torch.int64)
+        return at._replace(runs=torch.tensor(runs), again=again)
+
+    def _settle(self) -> None:
+        """Write what counts into the states."""
+        noted = [chain.places[chain.settled : chain.counted] for chain in self._chains]
+        if any(noted):
+            none = torch.empty(0, dtype=torch.int64)
+            self._decoding.step(none, self._in_order(At(none, none, none), noted, [0] * len(noted)))
+        for chain in self._chains:
+            chain.settled = chain.counted
 
     def accept(self, row: int, tokens: int) -> None:
-        """A row stands after so many tokens of its last chain; until the next one, it may be told otherwise."""
+        """A row stands after so many tokens of its last chain; until the next, or `cache`, it may be told otherwise."""
         chain = self._chains[row]
-        if not 1 <= tokens <= len(chain):
-            raise ValueError(f"{tokens} tokens count, expected 1 to the {len(chain)} of the row's last chain")
-        self._states.places[row] = chain[tokens - 1]
+        if not chain.settled <= tokens <= len(chain.places):
+            expected = f"{chain.settled} to the {len(chain.places)} of the row's last chain"
+            raise ValueError(f"{tokens} tokens count, expected {expected}")
+        chain.counted = tokens
+        self._states.places[row] = chain.places[tokens - 1]
         self._at = None
 
     def cache(self) -> tuple[Any, ...]:
         """A copy of the states, as the model's own `step` would return them."""
+        self._settle()
         return self._together(self._states.rows(range(len(self._states.places))))
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if any(not 0 <= token < self._vocabulary for token in ids):
             raise ValueError(f"ids_b has ids outside 0 to {self._vocabulary - 1}")
-
-    def _end_chains(self) -> None:
-        self._chains = [[place] for place in self._states.places]
-        self._at = None
-
-    def _taken(self) -> set[int]:
-        """Places that are in use."""
-        return {place for chain in (*self._chains, self._states.places) for place in chain}
-
-    def _moved(self) -> None:
-        self._at = None
-        self._decoding.move(self._states.of_kernels())
 
     def _apart(self, cache: Sequence[Any]) -> tuple[int, list[Any]]:
         """The number of rows of a model's cache, and copies of its parts, spot by spot."""
@@ -324,7 +359,11 @@ def packed_part(spot: Spot) -> decode.Part:
         fields=step.fields(block),
         prepared=lambda: step.prepared(kept),
         projections={name: stored(getattr(block, name, None)) for name in step.projections},
-        carried=[*step.places.values(), *(["first", "slots"] if step.slots is not None else [])],
+        carried=[
+            *step.places.values(),
+            *(["first", "slots"] if step.slots else []),
+            *(["notes"] if step.notes else []),
+        ],
         norm=packed_norm(spot.norm)._replace(scale=spot.in_scale),
         scale=spot.scale,
         beside=spot.beside,
@@ -398,7 +437,7 @@ def why_not_tensors(model: LanguageModel) -> str | None:
     for name, shape in shapes_of(model).items():
         tensor = tensors.get(name)
         if tensor is None:
-            found: Any = stored_shape(model, name)
+            found: Any = stored_shape(model, name, shape)
         elif tensor.dtype == torch.float32 and few_rows.is_plain(tensor):
             found = tuple(tensor.shape)
         else:
@@ -408,14 +447,16 @@ def why_not_tensors(model: LanguageModel) -> str | None:
     return None
 
 
-def stored_shape(model: LanguageModel, name: str) -> tuple[int, int] | str:
-    """Of the quantized weight of that name, if it is one."""
+def stored_shape(model: LanguageModel, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | str:
+    """Of the quantized weight of that name, if it is one; matrices of a stack are one after the other there."""
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
-    if own != "weight" or not isinstance(module, PROJECTIONS):
+    module = module if own == "weight" else getattr(module, own, None)
+    if not isinstance(module, PROJECTIONS):
         return "missing"
     stored = module.stored()
-    return stored.weight.shape[0], stored.columns
+    found = stored.weight.shape[0], stored.columns
+    return shape if found == (math.prod(shape[:-1]), shape[-1]) else found
 
 
 def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """What a decoded model carries for its rows, in memory that kernels change in place.
 
-Every row has a *place* in the states of each block, and a number by which blocks that keep tokens know its *text*.
-Places that no row has are for states that may be taken back: a row goes back to an earlier state by going back to its
-place, and nothing is copied.
+Every row has a *place* for what is small, and is a *text* for what is large: the states of heads, tokens that are kept.
+A token that may be taken back gets a place of its own: for small states, and for a note of what it writes into large
+ones, where kernels write it only when it counts. Rows are taken back by going back to a place, and nothing is copied.
 """
 
 import math
@@ -25,7 +25,9 @@ class States:
     def __init__(self, blocks: Sequence[Block]):
         self._blocks = blocks
         self._caches: list[Any] = []
-        """Of each block: what its `grows` names by text, with tokens in order, everything else by place."""
+        """Of each block, by text or by place, with tokens in order."""
+        self._notes: list[Tensor | None] = []
+        """Of each block, by place."""
         self._firsts: list[Tensor | None] = []
         """The position of each text's first token that is kept."""
         self.places: list[int] = []
@@ -37,6 +39,11 @@ class States:
         """Of all rows, which are copied."""
         self._caches = [copied(cache) for cache in caches]
         self.places = [*range(next(len(t) for cache in self._caches for t in cache if isinstance(t, Tensor)))]
+        self.texts = [*self.places]
+        self._notes = [
+            None if (notes := step_of(block).notes) is None else torch.zeros(len(self.places), notes[1](block))
+            for block in self._blocks
+        ]
         self._keep([(q, self._caches[q]) for q in self._with_slots()], ROOM)
 
     def join(self, caches: Sequence[Any], taken: Collection[int]) -> None:
@@ -49,7 +56,9 @@ class States:
             first = with_length(self._first(q), 0, text + 1)
             first[text] = first_1[0]
             self._firsts[q] = first
-        self._caches = [with_row(own, new, place, text) for own, new in zip(self._caches, added, strict=True)]
+        for q, block in enumerate(self._blocks):
+            self._caches[q] = with_row(self._caches[q], added[q], place, text, by_text(block))
+        self._make_notes()
         self.places.append(place)
         self.texts.append(text)
 
@@ -72,39 +81,71 @@ class States:
 
     def make_places(self, places: int) -> bool:
         """At least so many; whether memory lies elsewhere from now on."""
-        there = next(len(t) for cache in self._caches for t in by_place(cache).values())
-        if places <= there:
+        if places <= self._count:
             return False
-        places = max(places, 2 * there)
-        for q, cache in enumerate(self._caches):
-            longer = {name: with_length(t, 0, places) for name, t in by_place(cache).items()}
-            self._caches[q] = cache._replace(**longer)
+        places = max(places, 2 * self._count)
+        for q, block in enumerate(self._blocks):
+            small = self._caches[q]._asdict().items()
+            longer = {
+                name: with_length(t, 0, places)
+                for name, t in small
+                if isinstance(t, Tensor) and name not in by_text(block)
+            }
+            self._caches[q] = self._caches[q]._replace(**longer)
+        self._make_notes()
         return True
 
     def of_kernels(self) -> list[dict[str, Tensor | int]]:
         """In the words of the kernels, block by block."""
         states: list[dict[str, Tensor | int]] = []
-        for block, cache, first in zip(self._blocks, self._caches, self._firsts, strict=True):
+        for q, block in enumerate(self._blocks):
+            cache, first, notes = self._caches[q], self._firsts[q], self._notes[q]
             own = {called: getattr(cache, name) for name, called in step_of(block).places.items()}
-            states.append(own if first is None else {**own, "first": first, "slots": longest(cache)})
+            if first is not None:
+                own |= {"first": first, "slots": longest(cache)}
+            states.append(own if notes is None else {**own, "notes": notes})
         return states
 
     def _keep(self, caches: Sequence[tuple[int, Any]], tokens: int) -> None:
         """The tokens of all rows, of blocks' caches as these return them, with room for more."""
-        self.texts, self._firsts = [*range(len(self.places))], [None] * len(self._blocks)
+        self._firsts.clear()
+        self._firsts.extend(None for _ in self._blocks)
         self.left = math.inf
         for q, cache in caches:
             # Twice as much every time, so that all the copying takes as long as the last.
             room = max(tokens, ROOM, longest(cache))
-            ordered, self._firsts[q] = self._slots(q).in_order(self._blocks[q], cache, room)
-            self._caches[q] = self._caches[q]._replace(**{name: getattr(ordered, name) for name in cache.grows})
+            ordered, first_b = self._slots(q).in_order(self._blocks[q], cache, room)
+            kept = {name: self._by_text(getattr(ordered, name)) for name in cache.grows}
+            self._caches[q], self._firsts[q] = self._caches[q]._replace(**kept), self._by_text(first_b)
             self.left = min(self.left, room)
 
+    def _by_text(self, of_rows: Tensor) -> Tensor:
+        if self.texts == [*range(len(of_rows))]:
+            return of_rows
+        moved = of_rows.new_zeros(max(self.texts) + 1, *of_rows.shape[1:])
+        moved[self.texts] = of_rows
+        return moved
+
+    def _make_notes(self) -> None:
+        """For all places. What was noted stays."""
+        self._notes = [None if note is None else with_length(note, 0, self._count) for note in self._notes]
+
+    @property
+    def _count(self) -> int:
+        """Of places."""
+        small = zip(self._blocks, self._caches, strict=True)
+        return next(
+            len(t)
+            for block, cache in small
+            for name, t in cache._asdict().items()
+            if isinstance(t, Tensor) and name not in by_text(block)
+        )
+
     def _rows(self, q: int, rows: Sequence[int]) -> Any:
-        cache, grows = self._caches[q], getattr(self._caches[q], "grows", {})
+        cache, large = self._caches[q], by_text(self._blocks[q])
         places, texts = (torch.tensor([of[row] for row in rows], dtype=torch.int64) for of in (self.places, self.texts))
         named = zip(cache._fields, cache, strict=True)
-        own = type(cache)(*(t[texts if name in grows else places] if isinstance(t, Tensor) else t for name, t in named))
+        own = type(cache)(*(t[texts if name in large else places] if isinstance(t, Tensor) else t for name, t in named))
         first = self._firsts[q]
         return own if first is None else self._slots(q).in_slots(self._blocks[q], own, first[texts])
 
@@ -127,20 +168,20 @@ def take_out(rows: list[Any], row: int) -> None:
         rows[row] = last
 
 
-def by_place(cache: Any) -> dict[str, Tensor]:
-    grows = getattr(cache, "grows", {})
-    named = zip(cache._fields, cache, strict=True)
-    return {name: t for name, t in named if isinstance(t, Tensor) and name not in grows}
+def by_text(block: Block) -> set[str]:
+    """What of a block's cache is large."""
+    notes = step_of(block).notes
+    return {*getattr(block.cache_class, "grows", {}), *([] if notes is None else [notes[0]])}
 
 
-def with_row(cache: Any, new: Any, place: int, text: int) -> Any:
+def with_row(cache: Any, new: Any, place: int, text: int, by_text: Collection[str]) -> Any:
     """`cache` with the only row of `new`; with twice as much memory where there is none left for it."""
     grows, changed = getattr(cache, "grows", {}), []
     for name, tensor, added in zip(cache._fields, cache, new, strict=True):
         if not isinstance(tensor, Tensor):
             changed.append(tensor)
             continue
-        at = text if name in grows else place
+        at = text if name in by_text else place
         if at >= len(tensor):
             tensor = with_length(tensor, 0, max(at + 1, 2 * len(tensor)))
         if name in grows:

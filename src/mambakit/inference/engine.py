@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.inference.constraints import Constraint, constrained
-from mambakit.inference.decoder import Decoder, StepByStep, make_decoder
+from mambakit.blocks.caches import select
+from mambakit.inference.constraints import Constraint
+from mambakit.inference.decoder import Decoder, make_decoder
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Stop, check_language_model, read_ids, read_stops
-from mambakit.inference.requests import LogProbs, Request, State, Stops, Tokenizer
-from mambakit.inference.sampling import Sampler, check_count, row_seeds, uniform
+from mambakit.inference.reading import Known, Reading, device_of
+from mambakit.inference.requests import Request, State, Stops, Tokenizer
+from mambakit.inference.rows import Group, choose
+from mambakit.inference.sampling import Sampler, check_count, row_seeds
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops import few_rows
 from mambakit.ops.backends import check_backend, use_backend
@@ -29,6 +32,21 @@ class Engine:
 
     At most `max_rows` requests are computed at a time; others wait. `add` and `cancel` may be called from any thread,
     and one thread steps. The model's weights stay as they are while an engine uses them.
+
+    Prompts are read `prefill_chunk` tokens at a time, in turn those of the request that came first and of the one with
+    the least left to read: a short one does not wait for a long one, nor a long one for ever. `prefill_rows` of them
+    are read in one pass. More than one is faster where prompts are short, but torch's products add in an order that may
+    depend on the others, so what a request gets does too, by rounding.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> requests = [engine.add([72, 105], 5, seed=1), engine.add([87, 104, 121], 3, temperature=0)]
+        >>> engine.run()
+        >>> [len(request.tokens) for request in requests]
+        [5, 3]
     """
 
     def __init__(
@@ -39,34 +57,40 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         prefill_chunk: int = 512,
+        prefill_rows: int = 1,
         backend: str = "auto",
     ):
         check_count("max_rows", max_rows, least=1)
         check_count("prefill_chunk", prefill_chunk, least=1)
+        check_count("prefill_rows", prefill_rows, least=1)
         check_model(model)
         check_backend(backend)
         check_prefix_cache(prefix_cache)
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, expected one with decode(ids)")
+        if prefix_cache is not None and prefill_rows > 1:
+            raise ValueError("prompts that go on from a prefix_cache are read one by one; leave out prefill_rows")
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
-        self._chunk, self._backend = prefill_chunk, backend
-        self._known, self._served = prefix_cache, 0 if prefix_cache is None else prefix_cache.serve(model)
-        self._waiting: deque[Request] = deque()
-        self._reading: Reading | None = None
+        self._chunk, self._together, self._backend = prefill_chunk, prefill_rows, backend
+        self._known = None if prefix_cache is None else Known(prefix_cache, model)
+        self._new: deque[Request] = deque()
+        self._line: list[Request] = []
+        """Requests whose prompts have not been read to their ends, as they came."""
+        self._readings: dict[Request, Reading] = {}
+        """Of those, the ones that are being read."""
+        self._turns = 0
         self._groups: list[Group] = []
-        self._fresh: list[tuple[Request, Tensor, Any]] = []
-        """Prompts just read, with the logits after them and their caches."""
         self._stepping = threading.Lock()
 
     @property
     def waiting(self) -> int:
         """Requests whose prompts have not been read to their ends."""
-        return len(self._waiting) + (self._reading is not None)
+        return len(self._new) + len(self._line)
 
     @property
     def active(self) -> int:
         """Requests that get a token with every step."""
-        return len(self._fresh) + sum(len(group.requests) for group in self._groups)
+        return sum(len(group.requests) for group in self._groups)
 
     def add(
         self,
@@ -81,7 +105,7 @@ class Engine:
         stop: Stop | str | Sequence[int | str | Sequence[int]] | None = None,
         seed: int | None = None,
         logprobs: int | None = None,
-        echo: bool = False,
+        echo: bool | int = False,
         ends: Sequence[int] = (),
         keep_state: bool = False,
         state: State | None = None,
@@ -91,15 +115,16 @@ class Engine:
         """Put a request in line. ValueError, and nothing is put, where something in it makes no sense.
 
         `stop` are ids, sequences of ids and strings. `logprobs` asks for log-probabilities, of the tokens that come and
-        of so many likely ones; `echo` for the prompt's too. `ends` are numbers of tokens after which a message ends:
-        states are kept there. `state` is one to begin from, whose ids begin the prompt; `keep_state` asks for the one
-        after all tokens. `constraint` is the form that the text has to have: a JSON schema, `{"regex": ...}` or
-        `{"grammar": ...}`; it needs the tokenizer. `on_token(request)` is called by the thread that steps, after each
-        token and at the end.
+        of so many likely ones; `echo` for the prompt's too, or, a number, for those from that token on. `ends` are
+        numbers of tokens after which a message ends: states are kept there. `state` is one to begin from, whose ids
+        begin the prompt; `keep_state` asks for the one after all tokens. `constraint` is the form that the text has to
+        have: a JSON schema, `{"regex": ...}` or `{"grammar": ...}`; it needs the tokenizer. `on_token(request)` is
+        called by the thread that steps, after each token and at the end.
         """
         vocabulary = self.model.config.vocab_size
         check_count("max_new_tokens", max_new_tokens, least=0)
         check_count("logprobs", logprobs, least=0)
+        check_count("echo", int(echo) if isinstance(echo, bool) else echo, least=0)
         sampler = Sampler(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
         )
@@ -122,23 +147,26 @@ class Engine:
             sampler=sampler,
             seed=int(row_seeds(seed, 1)[0]),
             stops=read_all_stops(stop, vocabulary, self.tokenizer),
-            constraint=None if constraint is None else Constraint(constraint, self.tokenizer, vocabulary),
+            constraint=None
+            if constraint is None
+            else Constraint(constraint, self.tokenizer, vocabulary, max_new_tokens),
             logprobs=logprobs,
-            echo=echo,
+            echo=int(echo),
             ends=tuple(ends),
             keep_state=keep_state,
             state=state,
             on_token=on_token,
         )
-        self._waiting.append(request)
+        self._new.append(request)
         return request
 
     def step(self) -> bool:
-        """Read a piece of waiting prompts and give every row its next token; False when nothing is left to do."""
+        """Give every row its next token and read a piece of waiting prompts; False when nothing is left to do."""
         with self._stepping, torch.no_grad():
             self._let_go_of_cancelled()
-            self._read_prompts()
-            self._give_tokens()
+            self._decode()
+            if self._line:
+                self._read()
         return bool(self.waiting or self.active)
 
     def run(self) -> None:
@@ -147,207 +175,130 @@ class Engine:
             pass
 
     def _let_go_of_cancelled(self) -> None:
-        for request in [request for request in self._waiting if request.is_cancelled]:
-            self._waiting.remove(request)
+        while self._new:
+            self._line.append(self._new.popleft())
+        for request in [request for request in self._line if request.is_cancelled]:
+            self._take_out([request])
             request.finish("cancelled")
-        if self._reading is not None and self._reading.request.is_cancelled:
-            self._reading.request.finish("cancelled")
-            self._reading = None
-        for request, _, _ in [one for one in self._fresh if one[0].is_cancelled]:
-            request.finish("cancelled")
-        self._fresh = [one for one in self._fresh if not one[0].done]
         for group in self._groups:
             for request in [request for request in group.requests if request.is_cancelled]:
                 group.leave(request)
                 request.finish("cancelled")
 
-    def _read_prompts(self) -> None:
-        """As many tokens as a piece has, of one prompt or of several short ones."""
-        budget = self._chunk
-        while budget > 0 and (self._reading is not None or self._waiting) and self.active < self.max_rows:
-            if self._reading is None:
-                self._reading = Reading(self._waiting.popleft())
-            reading = self._reading
-            try:
-                with use_backend("torch" if self._backend == "torch" else "auto"):
-                    budget -= reading.go_on(self, budget)
-                    if reading.position < len(reading.request.ids):
-                        continue
-                    assert reading.x_1d is not None
-                    logits_1w = self.model.logits(reading.x_1d)
-            except Exception as error:  # of this request alone: the others go on
-                self._reading = None
-                reading.request.finish("error", error)
-                continue
-            self._reading = None
-            if reading.request.max_new_tokens == 0:
-                if reading.request.keep_state:
-                    reading.request.state = State(tuple(reading.request.ids), reading.x_1d, reading.cache)
-                self._finish(reading.request, "length", reading.cache)
-            else:
-                self._fresh.append((reading.request, logits_1w, reading.cache))
+    def _take_out(self, requests: Sequence[Request]) -> None:
+        """Of the line."""
+        for request in requests:
+            self._line.remove(request)
+            self._readings.pop(request, None)
 
-    def _give_tokens(self) -> None:
+    def _decode(self) -> None:
+        # The first stays, as making one takes as long as many tokens.
+        self._groups = [group for group in self._groups if group.requests] or self._groups[:1]
         for group in self._groups:
+            if not group.requests:
+                continue
+            group.take_in()
             requests = list(group.requests)
-            for request, reason in zip(requests, self._choose(requests, group.logits_bw), strict=True):
-                if request.done:
-                    group.leave(request)
-                elif reason is not None:
-                    cache = group.row(request) if self._wants_state(request) else None
-                    group.leave(request)
+            for request, reason in zip(requests, choose(requests, group.logits_bw), strict=True):
+                if reason is None and not request.done:
+                    continue
+                cache = group.row(request) if reason is not None and self._wants_state(request) else None
+                group.leave(request)
+                if reason is not None:
                     self._finish(request, reason, cache)
-        self._groups = [group for group in self._groups if group.requests]
-        fresh, self._fresh = self._fresh, []
-        for request, logits_1w, cache in fresh:
-            (reason,) = self._choose([request], logits_1w)
+
+    def _read(self) -> None:
+        """As many tokens as a piece has, of one prompt or of several short ones."""
+        left = self._chunk * self._together
+        while (requests := self._whose_turn()) and left > 0:
+            try:
+                with use_backend(reading_backend(self._backend)):
+                    reading = self._readings.get(requests[0])
+                    if reading is None:
+                        reading = Reading(self.model, requests, self._chunk, known=self._known)
+                        self._readings |= dict.fromkeys(requests, reading)
+                    if left < self._chunk * self._together and reading.next_piece > left:
+                        break
+                    left -= reading.next_piece
+                    if not reading.is_done:
+                        reading.go_on()
+                        self._turns += 1
+                    if reading.is_done:
+                        self._begin(reading)
+            except Exception as error:  # of these requests alone: the others go on
+                self._take_out([request for request in requests if request in self._line])
+                for request in requests:
+                    request.finish("error", error)
+
+    def _whose_turn(self) -> Sequence[Request]:
+        """The requests whose prompts are read next, together."""
+        room = self.max_rows - self.active - len(self._readings)
+        able = self._line if room > 0 else list(self._readings)
+        if not able:
+            return ()
+        order = sorted(able, key=self._left) if self._turns % 2 else able
+        if order[0] in self._readings:
+            return self._readings[order[0]].requests
+        return [request for request in order if request not in self._readings][: min(room, self._together)]
+
+    def _left(self, request: Request) -> int:
+        """Tokens to be read before its first."""
+        reading = self._readings.get(request)
+        known = 0 if request.given_state is None else len(request.given_state.ids)
+        return len(request.ids) - known if reading is None else reading.left
+
+    def _begin(self, reading: Reading) -> None:
+        """The first tokens after prompts that have been read."""
+        for row, request in enumerate(reading.requests):
+            if request.done:
+                continue  # it was cancelled
+            self._take_out([request])
+            if request.ends_with_prompt:
+                request.finish("length")
+                continue
+            assert reading.x_bd is not None
+            x_1d = reading.x_bd[row : row + 1]
+            cache = reading.cache if len(reading.requests) == 1 else select(reading.cache, [row])
+            if request.max_new_tokens == 0:
+                request.state = State(tuple(request.ids), x_1d.clone(), cache)
+                request.finish("length")
+                continue
+            (reason,) = choose([request], self.model.logits(x_1d))
             if reason is not None:
                 self._finish(request, reason, cache)
             elif not request.done:
                 self._group_with_room().join(request, cache)
-        for group in self._groups:
-            group.take_in()
 
-    def _group_with_room(self) -> "Group":
+    def _group_with_room(self) -> Group:
         for group in self._groups:
-            if len(group.requests) < few_rows.MAX_ROWS:
+            if len(group.requests) < group.room:
                 return group
-        self._groups.append(Group(make_decoder(self.model, self._backend, 1)))
+        decoder = make_decoder(self.model, self._backend, 1)
+        # In one call rows do not touch one another; step by step, that holds for so many.
+        room = self.max_rows if isinstance(decoder, Decoder) else few_rows.MAX_ROWS
+        self._groups.append(Group(decoder, device_of(self.model), room))
         return self._groups[-1]
-
-    def _choose(self, requests: Sequence[Request], logits_bw: Tensor) -> list[str | None]:
-        """Give each request its next token by its own rules; why that was its last, if it was."""
-        may_bw = constrained(logits_bw, [request.constraint for request in requests])
-        fine = may_bw.isfinite().any(1) & ~logits_bw.isnan().any(1)
-        chosen: dict[int, int] = {}
-        by_rule: dict[Sampler, list[int]] = {}
-        for row, request in enumerate(requests):
-            if fine[row]:
-                by_rule.setdefault(request.sampler, []).append(row)
-            else:
-                told = "the model's logits are not finite; its weights or its cache hold a NaN or an infinity"
-                request.finish("error", ValueError(told))
-        for sampler, rows in by_rule.items():
-            own_bw = may_bw if len(rows) == len(requests) else may_bw[rows]
-            draws_b = seen_bw = None
-            if sampler.temperature:
-                seeds_b = torch.tensor([requests[row].seed for row in rows])
-                draws_b = uniform(seeds_b, [len(requests[row].tokens) for row in rows])
-            if sampler.repetition_penalty is not None:
-                seen_bw = torch.stack([seen(requests[row], own_bw.shape[1]) for row in rows])
-            for row, token in zip(rows, sampler.choose(own_bw, seen_bw, draws_b).tolist(), strict=True):
-                chosen[row] = token
-        return [self._give(requests[row], chosen.get(row), logits_bw[row]) for row in range(len(requests))]
-
-    def _give(self, request: Request, token: int | None, logits_w: Tensor) -> str | None:
-        if token is None:
-            return None  # it has failed
-        request.tokens.append(token)
-        if request.top is not None:
-            request.logprobs += log_probabilities(logits_w[None], [token], request.top)
-        try:
-            reason = request.ends_by()
-        except ValueError as error:  # of its constraint
-            request.finish("error", error)
-            return None
-        if reason is None:
-            request.tell()
-        return reason
 
     def _wants_state(self, request: Request) -> bool:
         return request.keep_state or self._known is not None
 
     def _finish(self, request: Request, reason: str, cache: Any) -> None:
         """Take the last token in where the state after it is wanted, and let it go."""
-        if self._wants_state(request) and cache is not None and request.tokens:
-            with use_backend("torch" if self._backend == "torch" else "auto"):
-                last = torch.tensor([request.tokens[-1:]], device=self.model.backbone.embedding.weight.device)
+        if self._wants_state(request):
+            with use_backend(reading_backend(self._backend)):
+                last = torch.tensor([request.tokens[-1:]], device=device_of(self.model))
                 x_1sd, cache = self.model.backbone(self.model.embed(last), cache)
             ids = (*request.ids, *request.tokens)
             if request.keep_state:
                 request.state = State(ids, x_1sd[:, -1].clone(), cache)
             if self._known is not None:
-                self._known.keep(self._served, ids, x_1sd[:, -1], cache)
+                self._known.prefixes.keep(self._known.served, ids, x_1sd[:, -1], cache)
         request.finish(reason)
 
 
-class Reading:
-    """A prompt on its way through the model."""
-
-    def __init__(self, request: Request):
-        self.request = request
-        self.position, self.started = 0, False
-        self.cuts: list[int] = []
-        """Numbers of tokens after which the state is kept."""
-        self.x_1d: Tensor | None = None
-        self.cache: Any = None
-
-    def go_on(self, engine: Engine, budget: int) -> int:
-        """Read up to `budget` tokens, to the next place where a state is kept at most; how many it were."""
-        request, model = self.request, engine.model
-        if not self.started:
-            self._start(engine)
-            if self.position == len(request.ids):
-                return 0
-        stop = min(place for place in (*self.cuts, len(request.ids)) if place > self.position)
-        upto = min(stop, self.position + budget)
-        device = model.backbone.embedding.weight.device
-        piece_1s = torch.tensor([request.ids[self.position : upto]], device=device)
-        x_1sd, self.cache = model.backbone(model.embed(piece_1s), self.cache)
-        if request.echo:
-            following = request.ids[self.position + 1 : upto + 1]
-            logits_sw = model.logits(x_1sd[0, : len(following)])
-            request.prompt_logprobs += log_probabilities(logits_sw, following, request.top or 0)
-        read, x_1d = upto - self.position, x_1sd[:, -1]
-        self.x_1d, self.position = x_1d, upto
-        if engine._known is not None and upto in self.cuts:
-            engine._known.keep(engine._served, request.ids[:upto], x_1d, self.cache)
-        return read
-
-    def _start(self, engine: Engine) -> None:
-        """From the longest state that is known, with the places where states are to be kept on the way."""
-        self.started, request = True, self.request
-        found: Any = request.given_state
-        length = 0 if found is None else len(found.ids)
-        if request.echo:
-            # Log-probabilities need the residual stream of every token.
-            found, length, request.why_not_more = None, 0, "log-probabilities of the prompt were asked for"
-        elif engine._known is not None:
-            plan = engine._known.plan(engine._served, request.ids, request.ends)
-            request.why_not_more = plan.why_not_more
-            self.cuts = [*plan.cuts]
-            if plan.prefix is not None and plan.prefix.length > length:
-                found, length = plan.prefix, plan.prefix.length
-        if found is not None:
-            self.x_1d, self.cache, self.position = found.x_1d, found.cache, length
-            request.reused_tokens = length
-
-
-class Group:
-    """Rows that are computed in one call."""
-
-    def __init__(self, decoder: Decoder | StepByStep):
-        self.requests: list[Request] = []
-        self.logits_bw = torch.empty(0, 0)
-        self._decoder = decoder
-
-    def join(self, request: Request, cache: Any) -> None:
-        self._decoder.join(cache)
-        self.requests.append(request)
-
-    def leave(self, request: Request) -> None:
-        row = self.requests.index(request)
-        self._decoder.leave(row)
-        last = self.requests.pop()
-        if last is not request:
-            self.requests[row] = last
-
-    def row(self, request: Request) -> Any:
-        return self._decoder.row(self.requests.index(request))
-
-    def take_in(self) -> None:
-        """The newest token of every row."""
-        self.logits_bw = self._decoder.step(torch.tensor([request.tokens[-1] for request in self.requests]))
+def reading_backend(backend: str) -> str:
+    """What reads prompts where tokens are computed by `backend`."""
+    return "torch" if backend == "torch" else "auto"
 
 
 def check_model(model: LanguageModel) -> None:
@@ -366,23 +317,4 @@ def read_all_stops(stop: Any, vocab_size: int, tokenizer: Tokenizer | None) -> S
     entries = [] if stop is None else [stop] if isinstance(stop, int | str) else list(stop)
     strings = [entry for entry in entries if isinstance(entry, str)]
     ids = read_stops([entry for entry in entries if not isinstance(entry, str)], vocab_size)
-    return Stops([one.tolist() for one in ids], strings, tokenizer)
-
-
-def log_probabilities(logits_sw: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
-    """Of each token under the logits before it, and of the `top` most likely ones."""
-    if not tokens:
-        return []
-    all_sw = logits_sw.to(torch.promote_types(logits_sw.dtype, torch.float32)).log_softmax(-1)
-    own = all_sw.gather(1, torch.tensor(tokens, device=all_sw.device)[:, None])[:, 0].tolist()
-    if not top:
-        return [LogProbs(one, {}) for one in own]
-    best, ids = (part.tolist() for part in all_sw.topk(min(top, all_sw.shape[1]), -1))
-    return [LogProbs(one, dict(zip(i, b, strict=True))) for one, b, i in zip(own, best, ids, strict=True)]
-
-
-def seen(request: Request, vocab_size: int) -> Tensor:
-    """Which tokens a request's prompt and text hold."""
-    found_w = torch.zeros(vocab_size, dtype=torch.bool)
-    found_w[torch.tensor([*request.ids, *request.tokens])] = True
-    return found_w
+    return Stops(ids, strings, tokenizer)

@@ -82,6 +82,15 @@ class PrefixCache:
 
     Threads may share it: every method takes effect as a whole. The model may change between generations, not while one
     reads its prompts.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> known = mk.PrefixCache()
+        >>> for question in ([7, 8], [9], [10, 11]):
+        ...     tokens = mk.generate(model, [*range(100), *question], max_new_tokens=1, prefix_cache=known)
+        >>> known.reused_tokens
+        100
     """
 
     def __init__(

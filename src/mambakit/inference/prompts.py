@@ -1,7 +1,7 @@
 """Token ids as callers may give them, checked and brought into one form."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,36 +14,14 @@ Stop = int | Sequence[int | Sequence[int]]
 """An id, or a list of ids and of sequences of ids."""
 
 
-class Prompts(NamedTuple):
-    """Prompts as rows filled up on the right by repeating their last token."""
-
-    ids_bs: Tensor
-    length_b: Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.length_b)
-
-    @property
-    def present_bs(self) -> Tensor:
-        return torch.arange(self.ids_bs.shape[1], device=self.ids_bs.device) < self.length_b[:, None]
-
-    def seen(self, vocab_size: int) -> Tensor:
-        """Which tokens occur in each prompt."""
-        return self.ids_bs.new_zeros(self.rows, vocab_size, dtype=torch.bool).scatter_(1, self.ids_bs, True)
-
-
-def read_prompts(ids: Ids, mask_bs: Tensor | None, vocab_size: int, device: torch.device) -> Prompts:
+def read_prompts(ids: Ids, mask_bs: Tensor | None, vocab_size: int) -> list[list[int]]:
     """The prompts of a call; ValueError where there is none, or one that a model of `vocab_size` cannot read."""
     if isinstance(ids, Tensor):
         check_readable("ids", ids)
     given = one_by_one(ids) if mask_bs is None else without_padding(ids, mask_bs)
     if not given:
         raise ValueError("ids holds no prompts")
-    rows = [read_ids(f"prompt {row}", prompt, vocab_size).to(device) for row, prompt in enumerate(given)]
-    longest = max(len(row_s) for row_s in rows)
-    filled = [torch.cat([row_s, row_s[-1:].expand(longest - len(row_s))]) for row_s in rows]
-    return Prompts(torch.stack(filled), torch.tensor([len(row_s) for row_s in rows], device=device))
+    return [read_ids(f"prompt {row}", prompt, vocab_size).tolist() for row, prompt in enumerate(given)]
 
 
 def one_by_one(ids: Ids) -> Sequence[Any]:
@@ -66,13 +44,13 @@ def without_padding(ids_bs: Ids, mask_bs: Tensor) -> list[Tensor]:
     return [row_s[mask_s.to(row_s.device)] for row_s, mask_s in zip(ids_bs, mask_bs.bool(), strict=True)]
 
 
-def read_stops(stop: Stop | None, vocab_size: int) -> list[Tensor]:
+def read_stops(stop: Stop | None, vocab_size: int) -> list[list[int]]:
     """Every stop as a sequence of ids."""
     if stop is not None and not isinstance(stop, int | Sequence):
         raise ValueError(f"stop is a {type(stop).__name__}, expected an id, or a list of ids and of sequences of ids")
     entries = [] if stop is None else [stop] if isinstance(stop, int) else stop
     sequences = [[entry] if isinstance(entry, int) else entry for entry in entries]
-    return [read_ids(f"stop {place}", entry, vocab_size).cpu() for place, entry in enumerate(sequences)]
+    return [read_ids(f"stop {place}", entry, vocab_size).tolist() for place, entry in enumerate(sequences)]
 
 
 def check_language_model(model: Any) -> None:

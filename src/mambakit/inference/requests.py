@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from mambakit.inference.constraints import Constraint
@@ -17,7 +18,20 @@ class Tokenizer(Protocol):
 
 
 class State(NamedTuple):
-    """Where a model stands after some tokens."""
+    """Where a model stands after some tokens.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5, keep_state=True)
+        >>> engine.run()
+        >>> more = engine.add([*request.state.ids, 33], max_new_tokens=5, state=request.state)
+        >>> engine.run()
+        >>> more.reused_tokens
+        7
+    """
 
     ids: tuple[int, ...]
     x_1d: Tensor
@@ -26,6 +40,19 @@ class State(NamedTuple):
 
 
 class LogProbs(NamedTuple):
+    """A token's log-probability, and those of the most likely ones.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5, logprobs=3)
+        >>> engine.run()
+        >>> request.logprobs[0].logprob < 0, len(request.logprobs[0].likeliest)
+        (True, 3)
+    """
+
     logprob: float
     """Of the token that came."""
     likeliest: dict[int, float]
@@ -33,7 +60,19 @@ class LogProbs(NamedTuple):
 
 
 class Request:
-    """One prompt and what follows it. Its fields may be read from any thread at any time."""
+    """One prompt and what follows it. Its fields may be read from any thread at any time.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> from mambakit.inference import Engine
+        >>> engine = Engine(model)
+        >>> request = engine.add([72, 105], max_new_tokens=5)
+        >>> while engine.step():
+        ...     pass
+        >>> request.done, request.finish_reason, request.reused_tokens
+        (True, 'length', 0)
+    """
 
     def __init__(
         self,
@@ -43,13 +82,13 @@ class Request:
         sampler: Sampler,
         seed: int,
         stops: "Stops",
-        constraint: Constraint | None,
-        logprobs: int | None,
-        echo: bool,
-        ends: Sequence[int],
-        keep_state: bool,
-        state: State | None,
-        on_token: "Callable[[Request], None] | None",
+        constraint: Constraint | None = None,
+        logprobs: int | None = None,
+        echo: int = 0,
+        ends: Sequence[int] = (),
+        keep_state: bool = False,
+        state: State | None = None,
+        on_token: "Callable[[Request], None] | None" = None,
     ):
         self.ids = ids
         self.max_new_tokens, self.sampler, self.seed = max_new_tokens, sampler, seed
@@ -60,7 +99,7 @@ class Request:
         self.logprobs: list[LogProbs] = []
         """Of each new token, where asked for."""
         self.prompt_logprobs: list[LogProbs] = []
-        """Of each of the prompt's tokens but the first, with `echo`."""
+        """Of each of the prompt's tokens from the one that `echo` names; of the first there is none."""
         self.reused_tokens = 0
         self.why_not_more = ""
         """Why not more of the prompt was known already, in a clause."""
@@ -71,6 +110,7 @@ class Request:
         self.error: Exception | None = None
         self.is_cancelled = False
         self._finished = threading.Event()
+        self._seen_w: Tensor | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -79,6 +119,11 @@ class Request:
     @property
     def done(self) -> bool:
         return self._finished.is_set()
+
+    @property
+    def ends_with_prompt(self) -> bool:
+        """Whether nothing is asked for that comes after the prompt."""
+        return self.max_new_tokens == 0 and not self.keep_state
 
     @property
     def text(self) -> str:
@@ -93,12 +138,25 @@ class Request:
         """Until it is done, while another thread steps the engine."""
         return self._finished.wait(timeout)
 
+    def settle(self, token: int) -> int:
+        """For the engine: the token that comes when this one was drawn. ValueError where a constraint cannot go on."""
+        return token if self.constraint is None else self.constraint.take(token)
+
     def ends_by(self) -> str | None:
-        """For the engine, after a token: what ends it. ValueError where its constraint cannot go on."""
-        complete = self.constraint is not None and self.constraint.take(self.tokens[-1])
+        """For the engine, after a token: what ends it."""
+        complete = self.constraint is not None and self.constraint.complete
         if self.stops.found(self.tokens) or complete:
             return "stop"
         return "length" if len(self.tokens) == self.max_new_tokens else None
+
+    def seen(self, vocab_size: int) -> Tensor:
+        """For the engine, at every token or at none: which tokens the prompt and the text hold."""
+        if self._seen_w is None:
+            self._seen_w = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen_w[torch.tensor([*self.ids, *self.tokens])] = True
+        elif self.tokens:
+            self._seen_w[self.tokens[-1]] = True
+        return self._seen_w
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
         """For the engine."""

@@ -1,104 +1,94 @@
-"""Several tokens in one pass: guesses from the text so far, checked by the model; see docs/generation.md.
+"""Several tokens in one call: guesses of what comes next, checked by the model; see docs/generation.md.
 
 A guess is only ever a reason to compute logits ahead of time. Who chooses tokens asks for the logits after each as
-always, and gets those that are there already if the token is the one that was guessed.
+always, and gets those that are there already if the token is the one that was guessed. They are the same to the last
+digit, so nothing shows of it but time.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
-from mambakit.inference.decoder import Decoder, StepByStep
+from mambakit.inference import decoder as decoders
+from mambakit.inference.decoder import Decoder
+from mambakit.inference.guesses import Draft, Ngrams, Source
 from mambakit.models.language_model import LanguageModel
-from mambakit.ops.backends import use_backend
+from mambakit.ops.decode import DECODE
 
 KINDS = ("off", "auto", "ngram")
-LONGEST, SHORTEST = 4, 2
-"""Tokens at the end of the text by which an earlier place is found."""
-MOST_GUESSED = 8
-MOST_AGAIN = 16
-"""Tokens of earlier passes that are read again at most, before a pass without guesses brings the state up to date."""
+LENGTHS = (2, 3, 4, 6, 8, 12, 16)
+"""Tokens in a call, the one that is sure among them."""
 MOST_LOST = 0.04
 """Of a generation's time, what guesses may have cost."""
-LAYER_TAKES = 5e-4
-"""Until a pass is measured: seconds it is taken to need per layer, beside those of a step and of reading its tokens."""
-PASSES: "WeakKeyDictionary[LanguageModel, float]" = WeakKeyDictionary()
-"""Seconds that a model's passes took lately."""
-CLOSE = 256
-"""Logits that are nearer than this many roundings of the largest may change places in another order of adding."""
+TOKEN_TAKES = 0.25
+"""Until calls are measured: what each more token is taken to add to one, in steps."""
+FORGOTTEN = 256
+"""Calls after which a time is no longer known."""
 
 
-class Ngrams:
-    """A text that can be asked what followed the last time it ended like this."""
+class Times:
+    """How long calls of each length took lately, in seconds."""
 
-    def __init__(self, ids: Sequence[int]):
-        self._ids: list[int] = []
-        self._places: dict[tuple[int, ...], int] = {}
-        """The place after each n-gram's latest occurrence that something follows."""
-        for token in ids:
-            self.add(token)
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[float, int]] = {}
+        """And when that was, as a number of calls."""
+        self._calls = 0
 
-    def add(self, token: int) -> None:
-        for length in range(SHORTEST, LONGEST + 1):
-            if len(self._ids) >= length:
-                self._places[tuple(self._ids[-length:])] = len(self._ids)
-        self._ids.append(token)
+    def add(self, length: int, seconds: float) -> None:
+        self._calls += 1
+        expected = self._known(length)
+        if expected is not None:
+            # Once in a while something else takes the time.
+            seconds = expected + 0.2 * (min(seconds, 2 * expected) - expected)
+        self._of[length] = seconds, self._calls
 
-    def guess(self, most: int) -> list[int]:
-        """What followed where the text's end, as much of it as is found, stood last; again and again if it is short."""
-        for length in range(LONGEST, SHORTEST - 1, -1):
-            place = self._places.get(tuple(self._ids[-length:])) if len(self._ids) >= length else None
-            if place is not None:
-                period = self._ids[place:]
-                return [period[i % len(period)] for i in range(most)]
-        return []
+    def of(self, length: int) -> float:
+        """Of lengths without a call lately, what shorter ones make of it. There has been a step."""
+        step, shorter = self._known(1) or 0.0, [n for n in LENGTHS if n <= length and self._known(n) is not None]
+        if not shorter:
+            return step * (1 + TOKEN_TAKES * (length - 1))
+        takes = self._known(shorter[-1]) or 0.0
+        return takes + (takes - step) / (shorter[-1] - 1) * (length - shorter[-1])
+
+    def may_try(self, length: int) -> bool:
+        """Lengths are tried one after the other, as nobody knows what they take."""
+        at = LENGTHS.index(length)
+        return at == 0 or self._known(LENGTHS[at - 1]) is not None or self._known(length) is not None
+
+    @property
+    def has_step(self) -> bool:
+        return 1 in self._of
+
+    def _known(self, length: int) -> float | None:
+        seconds, when = self._of.get(length, (None, 0))
+        return None if length > 1 and self._calls - when > FORGOTTEN else seconds
 
 
 class Speculation:
-    """A decoder of one row that computes logits of guessed tokens ahead of time, where that has paid so far.
+    """A decoder of one row that computes logits of guessed tokens ahead of time, where that pays.
 
-    `seconds` is what reading the prompt took. With `greedy` it can go back to single steps: see `exact`.
+    `seconds` is what reading the prompt took.
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        decoder: Decoder | StepByStep,
-        ids: Sequence[int],
-        *,
-        backend: str,
-        greedy: bool,
-        seconds: float,
-        clock: Callable[[], float] = time.perf_counter,
+        self, decoder: Decoder, source: Source, *, seconds: float, clock: Callable[[], float] = time.perf_counter
     ):
-        self._model, self._decoder, self._clock = model, decoder, clock
-        self._backend, self._greedy = "torch" if backend == "torch" else "auto", greedy
-        self._text = Ngrams(ids)
-        self._most_guessed = MOST_GUESSED // 2
-        self._forget()
-        # What is measured, in seconds: in all, of that lost by guessing, and of a step lately.
+        self._decoder, self._source, self._clock = decoder, source, clock
+        self._times = Times()
         self._spent, self._lost = seconds, 0.0
-        self._pass_adds = LAYER_TAKES * len(model.backbone.order) + seconds * (self._most_guessed + 1) / len(ids)
-        self._step_takes: float | None = None
-        self.passes = self.guessed = self.accepted = 0
+        """Seconds: in all, and of those lost by guessing."""
+        self._forget()
+        self.calls = self.guessed = self.accepted = 0
 
     def _forget(self) -> None:
-        """The decoder's state is the one after all tokens, and made by single steps."""
-        self._base: Any = None
-        """The cache before the tokens `_again`, while the decoder's is an older one."""
-        self._again: list[int] = []
         self._guess: list[int] = []
+        """What is left of it."""
         self._ahead: list[Tensor] = []
-        """Logits after each of the guess's tokens."""
-        self._after: Any = None
-        """The cache after all of them."""
-        self._exact: Any = None
-        """The last cache that no pass has part in, and the tokens since."""
-        self._since: list[int] = []
+        """Logits after each of its tokens."""
+        self._counted = 1
+        """Tokens of the last call that were chosen."""
 
     def load(self, cache: Any) -> None:
         self._decoder.load(cache)
@@ -106,123 +96,93 @@ class Speculation:
 
     def step(self, ids_b: Tensor) -> Tensor:
         begun, (token,) = self._clock(), ids_b.tolist()
-        self._text.add(token)
-        if self._exact is not None:
-            self._since.append(token)
+        self._source.add(token)
         if self._guess and self._guess[0] == token:
-            logits_bw, took_part = self._accept(token), True
+            logits_1w, length = self._accept(), 0
         else:
-            self._most_guessed = max(2, self._most_guessed // 2) if self._guess else self._most_guessed
-            guess = self._text.guess(self._most_guessed) if self._may_guess() else []
-            if not self._again and self._base is not None and not guess:
-                self._decoder.load(self._base)
-                self._base = None
-            took_part = bool(guess) or self._base is not None
-            logits_bw = self._pass(token, guess) if took_part else self._decoder.step(ids_b)
-        self._count(self._clock() - begun, took_part)
-        return logits_bw
+            self._forget()
+            length = self._choose_length()
+            self._guess = self._source.guess(length - 1) if length > 1 else []
+            logits_1w = self._read(token) if self._guess else self._decoder.step(ids_b)
+        self._count(self._clock() - begun, length)
+        return logits_1w
 
     def cache(self) -> Any:
-        if self._base is not None:
-            if self._again:
-                _, self._base = self._read(self._again)
-            self._decoder.load(self._base)
-            self._base, self._again, self._guess = None, [], []
         return self._decoder.cache()
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether no pass had part in the logits that were returned last."""
-        return self._exact is None
-
-    def exact(self) -> Tensor:
-        """The logits that single steps give instead of those returned last, in which a pass had part.
-
-        A pass adds in another order than single steps do. All that this changes is which of two almost equal logits is
-        the larger: who takes the largest asks for these where two are `close`.
-        """
-        begun = self._clock()
-        self._decoder.load(self._exact)
-        *before, last = [torch.tensor([token]) for token in self._since]
-        for ids_b in before:
-            self._decoder.step(ids_b)
-        logits_bw = self._decoder.step(last)
-        self._forget()
-        seconds = self._clock() - begun
-        self._spent, self._lost = self._spent + seconds, self._lost + seconds
-        return logits_bw
-
-    def _may_guess(self) -> bool:
-        if self._step_takes is None or len(self._again) > MOST_AGAIN:
-            return False
-        takes = PASSES.get(self._model, self._step_takes + self._pass_adds)
-        # Where the guess is wrong, the next token takes a pass as well.
-        return self._lost + 2 * max(0.0, takes - self._step_takes) <= MOST_LOST * self._spent
-
-    def _count(self, seconds: float, took_part: bool) -> None:
-        self._spent += seconds
-        if not took_part:
-            self._step_takes = recent(self._step_takes, seconds)
-            return
-        # Gains are not saved up: a text that was easy to guess says little about the next part of it.
-        self._lost = max(0.0, self._lost + seconds - (self._step_takes or 0.0))
-
-    def _accept(self, token: int) -> Tensor:
+    def _accept(self) -> Tensor:
+        self._counted += 1
+        self._decoder.accept(0, self._counted)
         self.accepted += 1
-        self._again.append(token)
-        self._guess = self._guess[1:]
-        if not self._guess:
-            self._base, self._again = self._after, []
-            self._most_guessed = min(MOST_GUESSED, 2 * self._most_guessed)
+        self._guess.pop(0)
         return self._ahead.pop(0)
 
-    def _pass(self, token: int, guess: list[int]) -> Tensor:
-        """Read a token and the guess that follows it."""
-        begun = self._clock()
-        if self._base is None:
-            self._base = self._decoder.cache()
-            if self._greedy and self._exact is None:
-                self._exact, self._since = self._base, [token]
-        self._again.append(token)
-        x_sd, self._after = self._read([*self._again, *guess])
-        with use_backend(self._backend):
-            logits_sw = self._model.logits(x_sd[len(self._again) - 1 :])
-        first_1w, *self._ahead = logits_sw.split(1)
-        self._guess = guess
-        if guess:
-            self.passes, self.guessed = self.passes + 1, self.guessed + len(guess)
-            PASSES[self._model] = recent(PASSES.get(self._model), self._clock() - begun)
-        else:
-            self._base, self._again = self._after, []
+    def _read(self, token: int) -> Tensor:
+        logits_tw = self._decoder.chains([[token, *self._guess]])
+        self.calls, self.guessed = self.calls + 1, self.guessed + len(self._guess)
+        first_1w, *self._ahead = logits_tw.split(1)
         return first_1w
 
-    def _read(self, ids: list[int]) -> tuple[Tensor, Any]:
-        """From the base: the residual stream at each token, and the cache after them."""
-        with torch.no_grad(), use_backend(self._backend):
-            ids_1s = torch.tensor([ids], device=self._model.backbone.embedding.weight.device)
-            x_1sd, after = self._model.backbone(self._model.embed(ids_1s), self._base)
-        return x_1sd[0], after
+    def _choose_length(self) -> int:
+        """Of the next call: that from which most tokens per second are hoped for."""
+        if not self._times.has_step:
+            return 1
+        step = self._times.of(1)
+        hopes = self._source.hopes(LENGTHS[-1] - 1)
+        best, per_second, tokens, chance = 1, 1 / step, 1.0, 1.0
+        for number, hope in enumerate(hopes, 2):
+            chance *= hope
+            tokens += chance
+            if number in LENGTHS and tokens / self._times.of(number) > per_second and self._times.may_try(number):
+                best, per_second = number, tokens / self._times.of(number)
+        may_lose = MOST_LOST
+        if best == 1 and hopes and not self._source.learns:
+            # Trying is how it learns, and half of what may be lost is for that.
+            best, may_lose = LENGTHS[0], MOST_LOST / 2
+        may = self._lost + self._times.of(best) - step <= may_lose * self._spent
+        return best if may else 1
+
+    def _count(self, seconds: float, length: int) -> None:
+        self._spent += seconds
+        step = self._times.of(1)
+        if length:
+            self._times.add(length, seconds)
+        if length != 1:
+            # Gains are not saved up: a text that was easy to guess says little about the next part of it.
+            self._lost = max(0.0, self._lost + seconds - step)
 
 
-def recent(before: float | None, now: float) -> float:
-    """A running mean of what something takes."""
-    return now if before is None else before + 0.2 * (now - before)
+def speculation(kind: "str | LanguageModel", decoder: Decoder, ids: Sequence[int], seconds: float) -> Speculation:
+    """Guesses from the text so far, which `ids` begin, or of a model."""
+    source = Draft(kind, ids) if isinstance(kind, LanguageModel) else Ngrams(ids)
+    return Speculation(decoder, source, seconds=seconds)
 
 
-def close(logits_1w: Tensor) -> bool:
-    """Whether rounding may decide which logit is the largest."""
-    if logits_1w.shape[1] < 2:
-        return False
-    first, second = logits_1w[0].topk(2).values.tolist()
-    largest = float(logits_1w[0].masked_fill(logits_1w[0].isinf(), 0).abs().amax())
-    return first - second <= CLOSE * torch.finfo(logits_1w.dtype).eps * largest
+def speculates(asked: "str | LanguageModel", model: LanguageModel, rows: int, backend: str) -> bool:
+    """Whether guesses are made: those asked for by name are, or it is a ValueError."""
+    if isinstance(asked, LanguageModel):
+        own, other = model.config.vocab_size, asked.config.vocab_size
+        if own != other:
+            raise ValueError(f"speculate is a model of {other} tokens, expected one of the same {own} tokens")
+        reason = why_not(model, rows, backend) or why_not(asked, rows, backend)
+        if reason is not None:
+            raise ValueError(f"speculate is a model: {reason}; leave it out")
+        return True
+    if asked not in KINDS:
+        raise ValueError(f"speculate is {asked!r}, expected a model or one of {', '.join(map(repr, KINDS))}")
+    reason = None if asked == "off" else why_not(model, rows, backend)
+    if asked == "ngram" and reason is not None:
+        raise ValueError(f'speculate="ngram": {reason}; "auto" leaves it out')
+    return asked != "off" and reason is None
 
 
-def why_not(model: LanguageModel, rows: int) -> str | None:
+def why_not(model: LanguageModel, rows: int, backend: str) -> str | None:
     """What keeps guesses from being of use, or None."""
     if rows != 1:
         return f"it is for one prompt at a time, got {rows}"
-    dtype = model.backbone.embedding.weight.dtype
-    if dtype not in (torch.float32, torch.float64):
-        return f"in {dtype} the tokens of a pass would not be those of single steps; use float32"
-    return None
+    if backend != "auto" and backend not in DECODE.kernels:
+        return f'backend "{backend}" computes one token at a time'
+    reason = decoders.why_not(model)
+    if reason is None and DECODE.offer(model.backbone.embedding.weight.detach()) is None:
+        reason = "there is no kernel for it on this machine"
+    return None if reason is None else f"it needs a model that is decoded in one call, and {reason}"

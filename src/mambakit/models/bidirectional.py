@@ -28,7 +28,12 @@ MERGES = ("mean", "cat_linear")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BidirectionalConfig(StackConfig):
-    """`virtual` is a schedule for pairs; None uses layers 0 and 1 for the first pair, 2 and 3 for the next."""
+    """`virtual` is a schedule for pairs; None uses layers 0 and 1 for the first pair, 2 and 3 for the next.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> config = mk.BidirectionalConfig(block=block, n_layer=4, merge="cat_linear")
+    """
 
     merge: str = "mean"
     """Both directions' outputs averaged, or joined and projected."""
@@ -68,7 +73,13 @@ class CatLinear(nn.Module):
 
 
 class BidirectionalStack(nn.Module):
-    """Layers that see the whole sequence. There is no `step`: the reverse direction starts at the end."""
+    """Layers that see the whole sequence. There is no `step`: the reverse direction starts at the end.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> stack = mk.BidirectionalStack(mk.BidirectionalConfig(block=block, n_layer=4))
+        >>> y_bsd, _ = stack(torch.randn(2, 10, 64))
+    """
 
     def __init__(
         self, config: BidirectionalConfig, *, checkpoint_layers: bool = False, device: Any = None, dtype: Any = None

@@ -18,6 +18,15 @@ from mambakit.ops.ssd_path import SsdPath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(StackConfig):
+    """The layers of a language model, and what is around them.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> short = mk.ModelConfig(block=block, n_layer=2, vocab_size=256)
+        >>> mlp, attention = mk.MLPConfig(64, 128), mk.AttentionConfig(64, n_heads=4)
+        >>> hybrid = mk.ModelConfig(layers=((block, mlp), (attention, mlp)), vocab_size=256)
+    """
+
     vocab_size: int
     pad_vocab_size_multiple: int = 8
     """The embedding has a multiple of this many rows; ids at or above `vocab_size` are never used."""
@@ -46,7 +55,17 @@ class Backbone(Stack):
 
 
 class LanguageModel(nn.Module):
-    """Token ids to logits: `logits_bsw, cache = model(ids_bs, cache)`."""
+    """Token ids to logits: `logits_bsw, cache = model(ids_bs, cache)`.
+
+    Examples:
+        >>> block = mk.Mamba3Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> ids_bs = torch.randint(256, (2, 100))
+        >>> logits_bsw, cache = model(ids_bs)
+        >>> logits_bw, cache = model.step(ids_bs[:, 0], cache)
+        >>> logits_bsw.shape, logits_bw.shape
+        (torch.Size([2, 100, 256]), torch.Size([2, 256]))
+    """
 
     def __init__(self, config: ModelConfig, *, device: Any = None, dtype: Any = None):
         super().__init__()

@@ -29,6 +29,13 @@ from mambakit.ops.ssd_path import SsdPath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentConfig(StackConfig):
+    """A stack, and the widths of the vectors that go in and come out.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> config = mk.LatentConfig(block=block, n_layer=2, d_input=3, d_output=1)
+    """
+
     d_input: int
     d_output: int
     final_norm: bool = True
@@ -42,7 +49,15 @@ class LatentConfig(StackConfig):
 
 
 class LatentModel(nn.Module):
-    """Vectors to vectors: `y_bsO, cache = model(x_bsI, cache)`, with the contract of a block."""
+    """Vectors to vectors: `y_bsO, cache = model(x_bsI, cache)`, with the contract of a block.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LatentModel(mk.LatentConfig(block=block, n_layer=2, d_input=3, d_output=1))
+        >>> y_bs1, cache = model(torch.randn(2, 100, 3))
+        >>> y_bs1.shape
+        torch.Size([2, 100, 1])
+    """
 
     def __init__(self, config: LatentConfig, *, device: Any = None, dtype: Any = None, **options: Any):
         """`options`, `grad_horizon` and `checkpoint_layers`, are the stack's."""

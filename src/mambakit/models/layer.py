@@ -38,6 +38,11 @@ class Layer(nn.Module):
 
     The first block is `mixer` behind `norm`. The second is behind `norm2`: `mlp`, as in the official checkpoints, where
     it is one, or else `mixer2`, and so on.
+
+    Examples:
+        >>> layer = mk.Layer((mk.Mamba2Config(d_model=64, per_head_dim=16), mk.MLPConfig(64, 128)))
+        >>> [name for _, name in layer.names]
+        ['mixer', 'mlp']
     """
 
     def __init__(

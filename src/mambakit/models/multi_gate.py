@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiGateConfig(Config):
+    """Several residual streams with gates, in place of one sum.
+
+    Examples:
+        >>> gates = mk.MultiGateConfig(n_streams=4)
+        >>> config = mk.StackConfig(block=mk.Mamba2Config(d_model=64, per_head_dim=16), n_layer=6, multi_gate=gates)
+    """
+
     n_streams: int
     init_bias: float = -3.0
     """How open the gates start: `sigmoid(init_bias)` of a layer's output enters a stream. See `depth_aware_bias`."""
@@ -31,7 +38,12 @@ class MultiGateConfig(Config):
 
 
 def depth_aware_bias(n_mixing: int, n_streams: int) -> float:
-    """`init_bias` for `n_mixing` layers that find all streams in place: the deeper, the less each one changes them."""
+    """`init_bias` for `n_mixing` layers that find all streams in place: the deeper, the less each one changes them.
+
+    Examples:
+        >>> round(mk.depth_aware_bias(n_mixing=21, n_streams=4), 2)
+        -2.84
+    """
     openness = math.sqrt(n_mixing / 21) * (math.exp(3) + 1) - n_streams
     if openness <= 0:
         raise ValueError(
@@ -41,7 +53,14 @@ def depth_aware_bias(n_mixing: int, n_streams: int) -> float:
 
 
 class MultiGate(nn.Module):
-    """A layer's output into up to `n_streams` streams, and one mixture of them out, for every token on its own."""
+    """A layer's output into up to `n_streams` streams, and one mixture of them out, for every token on its own.
+
+    Examples:
+        >>> gate = mk.MultiGate(mk.MultiGateConfig(n_streams=4), width=64)
+        >>> streams_bskd, x_bsd = gate(torch.randn(2, 10, 1, 64), torch.randn(2, 10, 64))
+        >>> streams_bskd.shape, x_bsd.shape
+        (torch.Size([2, 10, 2, 64]), torch.Size([2, 10, 64]))
+    """
 
     def __init__(
         self, config: MultiGateConfig, width: int, eps: float = 1e-5, *, device: Any = None, dtype: Any = None

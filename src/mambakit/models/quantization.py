@@ -4,7 +4,7 @@ import copy
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from mambakit.blocks.modules import Linear
 from mambakit.ops import few_rows
+from mambakit.ops.grouped_product import used_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
 PROJECTIONS = ("in_proj", "out_proj", "x_proj", "fc1", "fc2", "latent_in", "latent_out", "lm_head")
-"""What is quantized. `dt_proj` is small and sets step sizes, to which the state is sensitive; a mixture's `router` is
-small too and chooses. Its experts are no `nn.Linear` and stay as they are; a shared expert is an MLP like others."""
+"""What is quantized, beside the matrices that blocks stack in one parameter (`stacked_maps`): the experts of a mixture.
+`dt_proj` is small and sets step sizes, to which the state is sensitive; a mixture's `router` is small too and chooses.
+"""
 
 # The 16 values of NF4 (Dettmers and others, 2023): equally likely for normally distributed weights, with an exact 0.
 NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0)
@@ -34,7 +36,15 @@ class QuantizedLinear(nn.Module, ABC):
 
     The few rows of a decoding step are multiplied by a kernel where there is one, which decodes as it reads. Products
     are computed in at least float32 and returned in the dtype of the input, through which gradients flow.
+
+    It stands in for matrices stacked in one parameter too, whose rows it has one after the other: `counts_e` then says
+    how many rows of the input each of them gets, as in `grouped_product`.
     """
+
+    format: str
+    """Its name in files."""
+    tensors: tuple[str, ...]
+    """What it holds beside the bias. These keep their dtypes, whatever the model's is."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -57,17 +67,31 @@ class QuantizedLinear(nn.Module, ABC):
     def stored(self) -> few_rows.Weights:
         """The weight as the decoding kernels read it."""
 
-    def blocks(self) -> Iterator[slice]:
-        rows = max(1, BLOCK // self.in_features)
-        return (slice(start, start + rows) for start in range(0, self.out_features, rows))
+    def settings(self) -> dict[str, Any]:
+        """What a file says of it."""
+        return {"format": self.format}
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = few_rows.multiply(x, self.stored())
+    def forward(self, x: Tensor, counts_e: Tensor | None = None) -> Tensor:
+        if counts_e is None:
+            return self.multiply(x, range(self.out_features))
+        each, sizes = self.out_features // len(counts_e), used_of(counts_e)
+        parts = zip(x.split([count for _, count in sizes]), sizes, strict=True)
+        found = [self.multiply(part, range(e * each, (e + 1) * each)) for part, (e, _) in parts]
+        return torch.cat(found) if found else x.new_empty(0, each)
+
+    def multiply(self, x: Tensor, rows: range) -> Tensor:
+        """With these rows of the weight."""
+        stored, part = self.stored(), slice(rows.start, rows.stop)
+        if len(rows) < self.out_features:
+            scales, bias = (None if t is None else t[part] for t in (stored.scales, stored.bias))
+            stored = stored._replace(weight=stored.weight[part], scales=scales, bias=bias)
+        y = few_rows.multiply(x, stored)
         if y is not None:
             return y
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = torch.cat([self.product(x.to(wide), rows) for rows in self.blocks()], -1)
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+        wide, step = torch.promote_types(x.dtype, torch.float32), max(1, BLOCK // self.in_features)
+        blocks = [slice(start, min(start + step, rows.stop)) for start in rows[::step]]
+        y = torch.cat([self.product(x.to(wide), block) for block in blocks], -1)
+        return (y if self.bias is None else y + self.bias[part]).to(x.dtype)
 
     def product(self, x: Tensor, rows: slice) -> Tensor:
         return F.linear(x, self.decoded(rows, x.dtype))
@@ -79,6 +103,7 @@ class QuantizedLinear(nn.Module, ABC):
 class Bfloat16Linear(QuantizedLinear):
     """`weight_bfloat16[o, i]`, the weight rounded to bfloat16."""
 
+    format, tensors = "bfloat16", ("weight_bfloat16",)
     weight_bfloat16: Tensor
 
     def __init__(self, linear: nn.Linear):
@@ -95,6 +120,7 @@ class Bfloat16Linear(QuantizedLinear):
 class Int8Linear(QuantizedLinear):
     """`weight[o, i] = scales[o] weight_int8[o, i]`, the largest of a row being 127 or -127."""
 
+    format, tensors = "int8", ("weight_int8", "scales")
     weight_int8: Tensor
     scales: Tensor
 
@@ -123,6 +149,7 @@ class Int4Linear(QuantizedLinear):
     one, so that a kernel gets neighbouring inputs from neighbouring bytes.
     """
 
+    format, tensors = "nf4", ("weight_int4", "scales")
     weight_int4: Tensor
     scales: Tensor
 
@@ -161,6 +188,9 @@ class Int4Linear(QuantizedLinear):
             *self.scales[rows].shape, -1
         )
         return (values * self.scales[rows, :, None].to(dtype)).flatten(1)
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "group_size": self.group_size}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group_size={self.group_size}"
@@ -203,40 +233,89 @@ def nonzero(scales: Tensor) -> Tensor:
 def quantize(model: Model, bits: int = 8, group_size: int | None = None) -> Model:
     """A copy of `model` whose projections are `Bfloat16Linear`, `Int8Linear` or `Int4Linear`; it itself stays as it is.
 
-    Quantized are the `nn.Linear` modules named in `PROJECTIONS`. A head tied to the embedding becomes one of its own
-    and the embedding stays. `group_size` is for 4 bits, 32 if not given. To load a saved `state_dict`, quantize a new
-    model of the same config in the same way and load into that.
+    Quantized are the `nn.Linear` modules named in `PROJECTIONS` and the experts of mixtures. A head tied to the
+    embedding becomes one of its own and the embedding stays. `group_size` is for 4 bits, 32 if not given. `save_model`
+    writes such a model and `load_model` reads it, with the same bits.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
+        >>> small = mk.quantize(model, bits=4, group_size=32)
     """
-    if bits not in (16, 8, 4):
+    if bits not in BITS:
         raise ValueError(f"bits is {bits!r}, expected 16, 8 or 4")
     if bits != 4 and group_size is not None:
         others = {8: "8 bits have one scale per row", 16: "16 bits have no scales"}
         raise ValueError(f"group_size = {group_size!r} is for 4 bits; {others[bits]}")
-    group_size = 32 if group_size is None else group_size
-    if type(group_size) is not int or group_size < 2 or group_size % 2:
-        raise ValueError(f"group_size is {group_size!r}, expected a positive even number")
-    found = projections_of(model)
-    made: dict[int, Callable[[nn.Linear], QuantizedLinear]] = {16: Bfloat16Linear, 8: Int8Linear}
-    made[4] = lambda linear: Int4Linear(linear, group_size)
-    replaced = {id(m): made[bits](m) for m in found.values()}
-    # deepcopy takes what it finds under an object's id for that object's copy.
-    return copy.deepcopy(model, dict(replaced))
-
-
-def projections_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """What there is to quantize, by name; ValueError where something is in the way."""
-    found: dict[str, Any] = {n: m for n, m in model.named_modules() if n.rpartition(".")[2] in PROJECTIONS}
-    if not found:
-        raise ValueError(f"the model has none of the projections {', '.join(PROJECTIONS)}")
-    if any(isinstance(module, QuantizedLinear) for module in found.values()):
-        raise ValueError("the model is quantized already; quantize the one it was made from")
-    wrapped = [name for name, module in found.items() if type(module) not in (nn.Linear, Linear)]
-    if wrapped:
-        raise ValueError(f"not nn.Linear: {', '.join(wrapped)}; merge adapters into the weights first")
-    broken = [name for name, module in found.items() if not module.weight.isfinite().all()]
+    found = matrices_of(model)
+    broken = [name for name, matrix in found.items() if not matrix.weight.isfinite().all()]
     if broken:
         raise ValueError(f"weights with a NaN or an infinity: {', '.join(broken)}")
-    return found
+    replaced = {name: make_quantized(matrix, BITS[bits], group_size) for name, matrix in found.items()}
+    # deepcopy takes what it finds under an object's id for that object's copy.
+    originals = {name: attribute(model, name) for name in found}
+    copied = copy.deepcopy(model, {id(originals[name]): new for name, new in replaced.items()})
+    put_in(copied, replaced)
+    return copied
+
+
+BITS = {16: "bfloat16", 8: "int8", 4: "nf4"}
+
+
+def make_quantized(linear: nn.Linear, format: str, group_size: int | None = None) -> QuantizedLinear:
+    """What stands in for `linear`, which may be on the meta device. `group_size` is for `"nf4"`."""
+    if format == "nf4":
+        group_size = 32 if group_size is None else group_size
+        if type(group_size) is not int or group_size < 2 or group_size % 2:
+            raise ValueError(f"group_size is {group_size!r}, expected a positive even number")
+        return Int4Linear(linear, group_size)
+    return {"bfloat16": Bfloat16Linear, "int8": Int8Linear}[format](linear)
+
+
+def put_in(model: nn.Module, made: Mapping[str, QuantizedLinear]) -> None:
+    """In the places of the modules and parameters of these names."""
+    for name, module in made.items():
+        owner, _, leaf = name.rpartition(".")
+        place = model.get_submodule(owner)
+        place._parameters.pop(leaf, None)
+        setattr(place, leaf, module)
+
+
+def matrices_of(model: nn.Module) -> dict[str, nn.Linear]:
+    """What there is to quantize, by name, stacked matrices as one; ValueError where something is in the way."""
+    found: dict[str, Any] = {n: m for n, m in model.named_modules() if n.rpartition(".")[2] in PROJECTIONS}
+    stacked = {
+        f"{name}.{leaf}".removeprefix("."): getattr(module, leaf)
+        for name, module in model.named_modules()
+        for leaf in getattr(module, "stacked_maps", ())
+    }
+    if not found and not stacked:
+        raise ValueError(f"the model has none of the projections {', '.join(PROJECTIONS)}")
+    if quantized_in(model):
+        raise ValueError("the model is quantized already; quantize the one it was made from")
+    wrapped = [name for name, module in found.items() if type(module) not in (nn.Linear, Linear)]
+    wrapped += [name for name, tensor in stacked.items() if type(tensor) is not nn.Parameter]
+    if wrapped:
+        raise ValueError(f"not nn.Linear: {', '.join(wrapped)}; merge adapters into the weights first")
+    return {**found, **{name: one_matrix(tensor) for name, tensor in stacked.items()}}
+
+
+def one_matrix(weight_eoi: nn.Parameter) -> nn.Linear:
+    """Of the rows of several, one after the other, where they lie."""
+    e, o, i = weight_eoi.shape
+    linear = nn.Linear(i, e * o, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_eoi.detach().flatten(0, 1), requires_grad=False)
+    return linear
+
+
+def quantized_in(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """The quantized matrices of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def attribute(model: nn.Module, name: str) -> Any:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(owner), leaf)
 
 
 def quantization_report(model: nn.Module, quantized: nn.Module, ids_bs: Tensor) -> dict[str, float]:

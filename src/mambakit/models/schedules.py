@@ -8,7 +8,12 @@ MOST_LAYERS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Cyclic:
-    """All layers in order, again and again: 0 1 2 0 1 2."""
+    """All layers in order, again and again: 0 1 2 0 1 2.
+
+    Examples:
+        >>> mk.Cyclic(6).order(3)
+        (0, 1, 2, 0, 1, 2)
+    """
 
     n: int
 
@@ -18,7 +23,12 @@ class Cyclic:
 
 @dataclass(frozen=True, slots=True)
 class Stretched:
-    """Each layer several times before the next one: 0 0 1 1 2 2."""
+    """Each layer several times before the next one: 0 0 1 1 2 2.
+
+    Examples:
+        >>> mk.Stretched(6).order(3)
+        (0, 0, 1, 1, 2, 2)
+    """
 
     n: int
 
@@ -28,7 +38,12 @@ class Stretched:
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """The index of the layer to use, for each virtual layer."""
+    """The index of the layer to use, for each virtual layer.
+
+    Examples:
+        >>> mk.Custom((0, 1, 1, 2)).order(3)
+        (0, 1, 1, 2)
+    """
 
     indices: tuple[int, ...]
 
@@ -52,7 +67,12 @@ class Custom:
 
 @dataclass(frozen=True, slots=True)
 class StridedCyclic:
-    """Straight uses the even layers, reverse the odd ones, each cyclically."""
+    """Straight uses the even layers, reverse the odd ones, each cyclically.
+
+    Examples:
+        >>> mk.StridedCyclic(8).pair_order(4)
+        (0, 1, 2, 3, 0, 1, 2, 3)
+    """
 
     n: int
 
@@ -63,7 +83,12 @@ class StridedCyclic:
 
 @dataclass(frozen=True, slots=True)
 class StridedStretched:
-    """Straight uses the even layers, reverse the odd ones, each several times before the next."""
+    """Straight uses the even layers, reverse the odd ones, each several times before the next.
+
+    Examples:
+        >>> mk.StridedStretched(8).pair_order(4)
+        (0, 1, 0, 1, 2, 3, 2, 3)
+    """
 
     n: int
 
@@ -75,7 +100,12 @@ class StridedStretched:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricCyclic:
-    """Both directions of a pair use the same layer, cyclically."""
+    """Both directions of a pair use the same layer, cyclically.
+
+    Examples:
+        >>> mk.SymmetricCyclic(8).pair_order(4)
+        (0, 0, 1, 1, 2, 2, 3, 3)
+    """
 
     n: int
 
@@ -86,7 +116,12 @@ class SymmetricCyclic:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricStretched:
-    """Both directions of a pair use the same layer, each several times before the next."""
+    """Both directions of a pair use the same layer, each several times before the next.
+
+    Examples:
+        >>> mk.SymmetricStretched(8).pair_order(4)
+        (0, 0, 1, 1, 2, 2, 3, 3)
+    """
 
     n: int
 

@@ -36,6 +36,13 @@ StackCache = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackConfig(Config):
+    """Layers around one residual stream, and options of it.
+
+    Examples:
+        >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
+        >>> config = mk.StackConfig(block=block, n_layer=3, virtual=mk.Cyclic(6))
+    """
+
     layers: tuple[tuple[BlockConfig, ...], ...] | None = None
     """The blocks of each layer, one after the other; None is `n_layer` times `block`, with an MLP where asked for."""
     block: BlockConfig | None = None
@@ -158,6 +165,11 @@ class Stack(nn.Module):
     `grad_horizon` and `checkpoint_layers` change gradients and memory, never values, and may be set at any time. Only
     the last `grad_horizon` virtual layers are differentiated; around the others gradients pass to the input unchanged.
     With `checkpoint_layers` the backward pass computes each layer again instead of keeping its activations.
+
+    Examples:
+        >>> stack = mk.Stack(mk.StackConfig(block=mk.Mamba1Config(d_model=64), n_layer=2))
+        >>> y_bsd, cache = stack(torch.randn(2, 10, 64))
+        >>> y_bd, cache = stack.step(torch.randn(2, 64), cache)
     """
 
     def __init__(

@@ -128,6 +128,11 @@ def use_backend(name: str) -> _Setting:
 
     By name, a backend that cannot be used at all or that cannot run one of its operations raises `ValueError`; an
     operation it has no kernel for runs in torch's operators. With `"torch"` nothing but those runs.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> with mk.use_backend("torch"):
+        ...     y_bsd, _ = block(torch.randn(1, 100, 64))
     """
     check_backend(name)
     return _Setting("backend", name)

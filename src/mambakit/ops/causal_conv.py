@@ -68,6 +68,11 @@ def causal_conv(
     With `segments_bs` a tap counts only inside the segment of its output; the entering window belongs to the segment of
     the first token, and the returned one is zero before the segment of the last token. `lengths_b` says how many of a
     row's tokens count for the returned window.
+
+    Examples:
+        >>> y_bsv, window_bvk = mk.causal_conv(torch.randn(2, 100, 32), torch.randn(32, 4), silu=True)
+        >>> y_bsv.shape, window_bvk.shape
+        (torch.Size([2, 100, 32]), torch.Size([2, 32, 4]))
     """
     tensors = (x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
     size = check_sizes(*tensors)

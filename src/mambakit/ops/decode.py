@@ -63,7 +63,7 @@ class Decoding(Protocol):
         ...
 
     def step(self, ids_b: Tensor, at: "At") -> Tensor:
-        """Logits after tokens, the same as from one call for each in their order."""
+        """Logits after tokens, int64 on the CPU, the same as from one call for each in their order."""
         ...
 
 
@@ -73,9 +73,16 @@ class At(NamedTuple):
     text_b: Tensor
     """Whose it is, for parts that keep tokens."""
     before_b: Tensor
-    """The states that it reads, of each part's."""
+    """The place of the small states that it reads, of each part's."""
     after_b: Tensor
-    """The states that it writes. A token may read what one before it has written."""
+    """The place of those that it writes, and of notes of what it writes into large ones."""
+    runs: Tensor | None = None
+    """Where several tokens are of one text, one after the other, or notes are to be written again: of each text its
+    number, the first and last of its notes in `again`, the first and last of its tokens; last ones exclusive."""
+    again: Tensor | None = None
+    """The places of notes."""
+    stays: bool = True
+    """Whether notes, and the first token of each text, change its large states. Other tokens are noted only."""
 
 
 DECODE = Operation("decode")

@@ -267,6 +267,11 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]
     """Call `call(*args, **kwargs)` and tell which backend ran each of its operations, and why no other did.
 
     `print(*mk.explain(model, ids), sep="\\n")`. An operation comes once for every different answer.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> "ssd" in [choice.operation for choice in mk.explain(block, torch.randn(1, 100, 64))]
+        True
     """
     notes: list[Choice] = []
     with _Setting("notes", notes):

@@ -56,6 +56,12 @@ def selective_scan(
     token's segment, and the state restarts from zero at every new id. With a complex `a` every entry stands for a
     conjugate pair and `y` is twice the real part of the sum. Raises `ValueError` for sizes, dtypes or devices that do
     not fit.
+
+    Examples:
+        >>> b, s, i, g, r = 2, 100, 32, 1, 16
+        >>> x_bsi, dt_bsi, a_ir = torch.randn(b, s, i), torch.randn(b, s, i), -torch.rand(i, r)
+        >>> b_bsgr, c_bsgr = torch.randn(b, s, g, r), torch.randn(b, s, g, r)
+        >>> y_bsi, state_bir = mk.selective_scan(x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, dt_softplus=True)
     """
     tensors = (x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, state_bir, skip_i, z_bsi, dt_bias_i)
     check_sizes(*tensors)

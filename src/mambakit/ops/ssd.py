@@ -71,6 +71,14 @@ def ssd(
     anywhere and passing the state on gives the same result as one call, gradients included. Differentiable twice
     through `minimal` and `serial`, once through `serial_recalculated`. Raises `ValueError` for shapes, dtypes or
     devices that do not fit together.
+
+    Examples:
+        >>> b, s, m, h, p, g, r = 2, 100, 1, 4, 16, 1, 32
+        >>> v_bsmhp, dt_bsh = torch.randn(b, s, m, h, p), 0.1 * torch.rand(b, s, h)
+        >>> b_bsmgr, c_bsmgr = torch.randn(b, s, m, g, r), torch.randn(b, s, m, g, r)
+        >>> y_bsmhp, state_bhpr = mk.ssd(v_bsmhp, b_bsmgr, c_bsmgr, -dt_bsh, dt_bsh, dt_bsh)
+        >>> y_bsmhp.shape, state_bhpr.shape
+        (torch.Size([2, 100, 1, 4, 16]), torch.Size([2, 4, 16, 32]))
     """
     data = {"v_bsmhp": v_bsmhp, "b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr}
     weights = {"da_bsh": da_bsh, "w_now_bsh": w_now_bsh, "w_later_bsh": w_later_bsh}

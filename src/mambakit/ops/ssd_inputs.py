@@ -60,7 +60,16 @@ def _with_chunk_len(path: SsdPath | None, chunk_len: int) -> SsdPath:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mamba2SsdInput(_Bundle):
-    """Mamba-2: `h = exp(dt a) h + dt x (x) B`, `y = h C + D x`."""
+    """Mamba-2: `h = exp(dt a) h + dt x (x) B`, `y = h C + D x`.
+
+    Examples:
+        >>> b, n, l, h, p, g, r = 2, 3, 32, 4, 16, 1, 8
+        >>> bundle = mk.Mamba2SsdInput(
+        ...     x_bnlhp=torch.randn(b, n, l, h, p), dt_bnlh=torch.rand(b, n, l, h), a_decay_h=-torch.rand(h),
+        ...     b_bnlgr=torch.randn(b, n, l, g, r), c_bnlgr=torch.randn(b, n, l, g, r), d_h=torch.ones(h),
+        ...     initial_state_bhpr=torch.zeros(b, h, p, r))
+        >>> y_bnlhp, state_bhpr = bundle.run(mk.SsdPath.minimal())
+    """
 
     x_bnlhp: Tensor
     dt_bnlh: Tensor
@@ -117,7 +126,16 @@ class _Mamba3Bundle(_Bundle):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mamba3DoubleSsdInput(_Mamba3Bundle):
-    """One of the two scans of Mamba-3's double pathway; the trapezoid's coefficient is already in `v`."""
+    """One of the two scans of Mamba-3's double pathway; the trapezoid's coefficient is already in `v`.
+
+    Examples:
+        >>> b, n, l, m, h, p, r = 2, 3, 32, 1, 4, 16, 8
+        >>> bundle = mk.Mamba3DoubleSsdInput(
+        ...     v_bnlmhp=torch.randn(b, n, l, m, h, p), b_bnlmhr=torch.randn(b, n, l, m, h, r),
+        ...     c_bnlmhr=torch.randn(b, n, l, m, h, r), da_bnlh=-torch.rand(b, n, l, h),
+        ...     initial_state_bhpr=torch.zeros(b, h, p, r))
+        >>> y_bnlmhp, state_bhpr = bundle.run()
+    """
 
     v_bnlmhp: Tensor
     b_bnlmhr: Tensor
@@ -135,7 +153,18 @@ class Mamba3DoubleSsdInput(_Mamba3Bundle):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mamba3SingleSsdInput(_Mamba3Bundle):
-    """Mamba-3's single pathway: `gamma` weighs what a token sees of itself, `scale` what later ones see."""
+    """Mamba-3's single pathway: `gamma` weighs what a token sees of itself, `scale` what later ones see.
+
+    Examples:
+        >>> b, n, l, m, h, p, r = 2, 3, 32, 1, 4, 16, 8
+        >>> bundle = mk.Mamba3SingleSsdInput(
+        ...     v_bnlmhp=torch.randn(b, n, l, m, h, p), b_bnlmhr=torch.randn(b, n, l, m, h, r),
+        ...     c_bnlmhr=torch.randn(b, n, l, m, h, r), da_bnlh=-torch.rand(b, n, l, h),
+        ...     gamma_bnlh=torch.rand(b, n, l, h), scale_bnlh=torch.rand(b, n, l, h),
+        ...     initial_state_bhpr=torch.zeros(b, h, p, r))
+        >>> bundle.sanity()  # raises where a tensor holds a NaN
+        >>> y_bnlmhp, state_bhpr = bundle.run()
+    """
 
     v_bnlmhp: Tensor
     """Not scaled."""

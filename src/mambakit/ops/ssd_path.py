@@ -25,6 +25,13 @@ class SsdPath:
     `"serial_recalculated"` (keeps the inputs only and recomputes the rest in its backward).
     `chunk_len=None` takes `optimal_chunk_len`. `backend="auto"` takes the fastest that supports the call; one asked for
     by name runs or raises.
+
+    Examples:
+        >>> path = mk.SsdPath.serial(chunk_len=64)
+        >>> mk.SsdPath.optimal_chunk_len(state_rank=128, per_head_dim=64)
+        96
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> y_bsd, cache = block(torch.randn(2, 100, 64), path=path)
     """
 
     algorithm: str = "serial_recalculated"

@@ -34,6 +34,13 @@ def trapezoid(
 
     `v_last`, `b_last` are the token before the call (None: there is none); its share in the first step belongs to this
     call. `"single"` scans once, `"double"` once per end of the trapezoid. A new segment has no token before it.
+
+    Examples:
+        >>> b, s, m, h, p, g, r = 2, 100, 1, 4, 16, 1, 32
+        >>> v_bsmhp, dt_bsh = torch.randn(b, s, m, h, p), 0.1 * torch.rand(b, s, h)
+        >>> b_bsmgr, c_bsmgr = torch.randn(b, s, m, g, r), torch.randn(b, s, m, g, r)
+        >>> half_bsh = torch.full((b, s, h), 0.5)
+        >>> y_bsmhp, state_bhpr = mk.trapezoid(v_bsmhp, b_bsmgr, c_bsmgr, -dt_bsh, dt_bsh, half_bsh)
     """
     if pathway not in PATHWAYS:
         raise ValueError(f"pathway {pathway!r} is unknown; choose from {', '.join(PATHWAYS)}")

@@ -9,8 +9,9 @@ from typing import Any
 from mambakit.serving.answers import Piece, Token, token_bytes, token_text, top_entries
 from mambakit.serving.errors import bad
 from mambakit.serving.exchange import Events
-from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
+from mambakit.serving.schema import Schema, array, integer, optional, record, text
 from mambakit.serving.service import COMMON, FLAG, FORMAT, INERT, Generation, Service
+from mambakit.serving.tools import CALL, CHOICE, TOOLS, Calls, Delta, Tools, read_calls, read_tools
 from mambakit.text.chat import Message, Rendered
 
 PART = record({"type": {"enum": ["text"]}, "text": text()}, "type", "text")
@@ -21,7 +22,7 @@ MESSAGE = record(
         "content": {"anyOf": [text(), array(PART, minItems=1), {"type": "null"}]},
         "name": optional(text()),
         "tool_call_id": optional(text()),
-        "tool_calls": optional(array({"type": "object"})),
+        "tool_calls": optional(array(CALL)),
         "refusal": optional(text()),
         "annotations": optional(array({})),
         "audio": NOTHING,
@@ -39,8 +40,8 @@ SCHEMA = record(
         "logprobs": FLAG,
         "top_logprobs": optional(integer(0, 20)),
         "response_format": FORMAT,
-        "tools": not_built("array", maxItems=0),
-        "tool_choice": {"enum": ["none", "auto", None]},
+        "tools": TOOLS,
+        "tool_choice": CHOICE,
         "parallel_tool_calls": FLAG,
         "store": FLAG,
         "modalities": optional(array({"enum": ["text"]})),
@@ -55,20 +56,23 @@ def read_message(message: dict[str, Any]) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
-    return {**{name: value for name, value in message.items() if value is not None}, "content": content or ""}
+    read = {**{name: value for name, value in message.items() if value is not None}, "content": content or ""}
+    return {**read, "tool_calls": read_calls(read["tool_calls"])} if read.get("tool_calls") else read
 
 
-async def render(service: Service, messages: list[Message]) -> Rendered:
+async def render(service: Service, messages: list[Message], tools: Tools | None) -> Rendered:
+    functions = None if tools is None else [{"type": "function", "function": one} for one in tools.functions]
     try:
         # Beside the event loop: a long conversation takes a while.
-        return await asyncio.to_thread(service.chat.render, messages)
+        return await asyncio.to_thread(service.chat.render, messages, functions)
     except ValueError as error:
         raise bad(str(error), "messages") from error
 
 
 async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Events:
     service.check_model(body)
-    rendered = await render(service, [read_message(one) for one in body["messages"]])
+    tools = read_tools(body, service.chat.calls)
+    rendered = await render(service, [read_message(one) for one in body["messages"]], tools)
     wanted = body.get("top_logprobs") or (0 if body.get("logprobs") else None)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     run = service.begin(
@@ -78,34 +82,61 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
         logprobs=wanted,
         stops=service.chat.stops,
         wanted=body.get("response_format"),
+        tools=tools,
     )
     await run.taken()
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     if body.get("stream"):
-        return Events(chunks(service, run, head, body, wanted), run.close, run.seconds)
-    choices = [message_of(service, *one, wanted) for one in enumerate(await run.collect())]
+        return Events(chunks(service, run, head, body, wanted, tools), run.close, run.seconds)
+    choices = [message_of(service, *one, wanted, tools) for one in enumerate(await run.collect())]
     return {**head, "object": "chat.completion", "choices": choices, "usage": run.usage()}
 
 
-def message_of(service: Service, index: int, pieces: list[Piece], wanted: int | None) -> dict[str, Any]:
-    tokens = [token for piece in pieces for token in piece.tokens]
+def message_of(
+    service: Service, index: int, pieces: list[Piece], wanted: int | None, tools: Tools | None
+) -> dict[str, Any]:
+    tokens, calls = [token for piece in pieces for token in piece.tokens], calls_for(tools)
+    calls.push("".join(piece.text for piece in pieces))
+    calls.end()
     return {
         "index": index,
-        "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None},
+        "message": {**calls.message(), "refusal": None},
         "logprobs": None if wanted is None else logprobs_of(service, tokens, wanted),
-        "finish_reason": pieces[-1].finish,
+        "finish_reason": finish_of(pieces[-1], calls),
     }
 
 
+def calls_for(tools: Tools | None) -> Calls:
+    return Calls(None) if tools is None else Calls(tools.form, [one["name"] for one in tools.functions])
+
+
+def finish_of(piece: Piece, calls: Calls) -> str | None:
+    return "tool_calls" if piece.finish == "stop" and calls.calls else piece.finish
+
+
+def delta_of(delta: Delta) -> dict[str, Any]:
+    if delta.call is None:
+        return {"content": delta.text}
+    function = {"name": delta.call.name, "arguments": ""} if delta.new else {"arguments": delta.text}
+    begun = {"id": delta.call.id, "type": "function"} if delta.new else {}
+    return {"tool_calls": [{"index": delta.call.index, **begun, "function": function}]}
+
+
 async def chunks(
-    service: Service, run: Generation, head: dict[str, Any], body: dict[str, Any], wanted: int | None
+    service: Service,
+    run: Generation,
+    head: dict[str, Any],
+    body: dict[str, Any],
+    wanted: int | None,
+    tools: Tools | None,
 ) -> AsyncGenerator[Any, None]:
     options = body.get("stream_options") or {}
     always = bool(options.get("continuous_usage_stats"))
+    calls = [calls_for(tools) for _ in run.choices]
 
     def chunk(index: int, delta: dict[str, Any], piece: Piece | None = None) -> dict[str, Any]:
         logprobs = None if piece is None or wanted is None else logprobs_of(service, piece.tokens, wanted)
-        finish = None if piece is None else piece.finish
+        finish = None if piece is None else finish_of(piece, calls[index])
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": run.usage()} if always else {}
         return {**head, "object": "chat.completion.chunk", "choices": [choice], **usage}
@@ -113,8 +144,13 @@ async def chunks(
     for index in range(len(run.choices)):
         yield chunk(index, {"role": "assistant", "content": ""})
     async for index, piece in run.pieces():
-        if piece.text or piece.finish or wanted is not None:
-            yield chunk(index, {"content": piece.text} if piece.text else {}, piece)
+        deltas = [*calls[index].push(piece.text), *(calls[index].end() if piece.finish else [])]
+        shown = [delta_of(delta) for delta in deltas]
+        if piece.finish or (wanted is not None and not shown):
+            shown.append({})
+        for place, delta in enumerate(shown, 1):
+            # What is said of the tokens goes with the last part of them.
+            yield chunk(index, delta, piece if place == len(shown) else None)
     if options.get("include_usage"):
         yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": run.usage()}
     yield "[DONE]"

@@ -3,16 +3,17 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from mambakit.serving.answers import Piece
-from mambakit.serving.chat_completions import read_message, render
+from mambakit.serving.chat_completions import calls_for, read_message, render
 from mambakit.serving.errors import ApiError
 from mambakit.serving.exchange import Events
 from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
 from mambakit.serving.service import FLAG, FORMS, INERT, SAMPLING, SCHEMA_FIELDS, Generation, Service
 from mambakit.serving.store import Record
+from mambakit.serving.tools import CHOICE_BESIDE, TOOLS_BESIDE, Call, Calls, Delta, read_tools
 from mambakit.text.chat import Message, Rendered
 
 PART = record(
@@ -37,6 +38,32 @@ ITEM = record(
     "role",
     "content",
 )
+CALLED = record(
+    {
+        "type": {"enum": ["function_call"]},
+        "call_id": text(),
+        "name": text(),
+        "arguments": text(),
+        "id": optional(text()),
+        "status": optional(text()),
+    },
+    "type",
+    "call_id",
+    "name",
+    "arguments",
+)
+RETURNED = record(
+    {
+        "type": {"enum": ["function_call_output"]},
+        "call_id": text(),
+        "output": {"anyOf": [text(), array(PART, minItems=1)]},
+        "id": optional(text()),
+        "status": optional(text()),
+    },
+    "type",
+    "call_id",
+    "output",
+)
 FORMAT_BESIDE: Schema = {
     "anyOf": [
         record({"type": {"enum": ["json_schema"]}, **SCHEMA_FIELDS}, "type", "schema"),
@@ -47,7 +74,7 @@ FORMAT_BESIDE: Schema = {
 SCHEMA = record(
     {
         "model": optional(text()),
-        "input": {"anyOf": [text(), array(ITEM, minItems=1)]},
+        "input": {"anyOf": [text(), array({"anyOf": [ITEM, CALLED, RETURNED]}, minItems=1)]},
         "instructions": optional(text()),
         "previous_response_id": optional(text()),
         "store": FLAG,
@@ -59,8 +86,8 @@ SCHEMA = record(
         "user": optional(text()),
         "include": optional(array(text(), maxItems=0)),
         "text": optional(record({"format": FORMAT_BESIDE, "verbosity": optional(text())})),
-        "tools": not_built("array", maxItems=0),
-        "tool_choice": {"enum": ["none", "auto", None]},
+        "tools": TOOLS_BESIDE,
+        "tool_choice": CHOICE_BESIDE,
         "parallel_tool_calls": FLAG,
         "truncation": {"enum": ["disabled", "auto", None]},
         "background": {"enum": [False, None]},
@@ -84,7 +111,8 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
     instructions = body.get("instructions")
     # As OpenAI's: instructions are of one response and are not handed on.
     messages = [*([{"role": "system", "content": instructions}] if instructions else []), *said]
-    rendered = await render(service, messages)
+    tools = read_tools(body, service.chat.calls)
+    rendered = await render(service, messages, tools)
     state = None
     if before is not None:
         rendered, state = await go_on(service, before, rendered)
@@ -97,13 +125,14 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
         state=state,
         keep_state=store,
         wanted=(body.get("text") or {}).get("format"),
+        tools=tools,
     )
     await run.taken()
-    response = Response(service, body, run)
+    response = Response(service, body, run, calls_for(tools))
 
     async def finish(pieces: list[Piece]) -> dict[str, Any]:
         """The response as it is in the end; kept on disk before anybody hears of it."""
-        answer = response.ended(pieces)
+        answer = response.ended(pieces[-1].finish == "stop")
         if store:
             text = "".join(piece.text for piece in pieces)
             tokens = run.choices[0].answer.request.tokens
@@ -112,7 +141,7 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
                 shown = service.tokens.decode(tokens[-1:])
                 text, tokens = (text + shown, tokens) if shown else (text, tokens[:-1])
             ids = [*rendered.ids, *tokens]
-            heard = [*said, {"role": "assistant", "content": "".join(piece.text for piece in pieces)}]
+            heard = [*said, read_message(dict(response.calls.message()))]
             kept = Record(answer, heard, rendered.text + text, ids)
             state = await state_after(service, ids, run.choices[0].answer.request.state)
             await asyncio.to_thread(service.store.put, response.id, kept, state)
@@ -120,7 +149,10 @@ async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Eve
 
     if body.get("stream"):
         return Events(events(run, response, finish), run.close, run.seconds)
-    return await finish((await run.collect())[0])
+    pieces = (await run.collect())[0]
+    response.calls.push("".join(piece.text for piece in pieces))
+    response.calls.end()
+    return await finish(pieces)
 
 
 async def earlier(service: Service, id: str | None) -> Record | None:
@@ -157,16 +189,30 @@ async def go_on(service: Service, before: Record, rendered: Rendered) -> tuple[R
 def read_input(given: str | list[dict[str, Any]]) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    items = [{"role": item["role"], "content": item["content"]} for item in given]
-    return [read_message(item) for item in items]
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for item in given:
+        kind = item.get("type")
+        if kind == "function_call":
+            call = {"id": item["call_id"], "function": {"name": item["name"], "arguments": item["arguments"]}}
+            names[item["call_id"]] = item["name"]
+            if not (messages and messages[-1].get("tool_calls")):
+                messages.append({"role": "assistant", "content": None, "tool_calls": []})
+            messages[-1]["tool_calls"].append(call)
+        elif kind == "function_call_output":
+            name = {"name": names[item["call_id"]]} if item["call_id"] in names else {}
+            messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"], **name})
+        else:
+            messages.append({"role": item["role"], "content": item["content"]})
+    return [read_message(message) for message in messages]
 
 
 class Response:
     """A response as it grows."""
 
-    def __init__(self, service: Service, body: dict[str, Any], run: Generation):
+    def __init__(self, service: Service, body: dict[str, Any], run: Generation, calls: Calls):
         self.id, self.item = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
-        self._run = run
+        self._run, self.calls = run, calls
         self._fields = {
             "id": self.id,
             "object": "response",
@@ -175,9 +221,9 @@ class Response:
             **{name: body.get(name) for name in ECHOED},
             "store": body.get("store") is not False,
             "error": None,
-            "parallel_tool_calls": False,
-            "tool_choice": "none",
-            "tools": [],
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+            "tool_choice": body.get("tool_choice") or ("auto" if body.get("tools") else "none"),
+            "tools": body.get("tools") or [],
             "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
             "truncation": "disabled",
         }
@@ -192,16 +238,20 @@ class Response:
     def part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def ended(self, pieces: list[Piece]) -> dict[str, Any]:
-        whole = pieces[-1].finish == "stop"
+    def call(self, call: Call, status: str) -> dict[str, Any]:
+        said = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        return {"id": call.item, "type": "function_call", "status": status, **said}
+
+    def ended(self, whole: bool) -> dict[str, Any]:
         status = "completed" if whole else "incomplete"
-        text = "".join(piece.text for piece in pieces)
+        content, calls = self.calls.message()["content"], self.calls.calls
+        said = [] if content is None else [self.message(content, status)]
         used = self._run.usage()
         return {
             **self._fields,
             "status": status,
             "incomplete_details": None if whole else {"reason": "max_output_tokens"},
-            "output": [self.message(text, status)],
+            "output": [*said, *(self.call(one, status) for one in calls)],
             "usage": {
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": used["prompt_tokens_details"],
@@ -222,22 +272,51 @@ async def events(
         number += 1
         return kind, {"type": kind, "sequence_number": number, **fields}
 
-    place = {"item_id": response.item, "output_index": 0, "content_index": 0}
+    def item_events(item: dict[str, Any], place: int) -> Iterator[Any]:
+        """What ends an item of the output."""
+        where = {"item_id": item["id"], "output_index": place}
+        if item["type"] == "function_call":
+            yield event(
+                "response.function_call_arguments.done", **where, arguments=item["arguments"], name=item["name"]
+            )
+        else:
+            [part] = item["content"]
+            yield event("response.output_text.done", **where, content_index=0, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **where, content_index=0, part=part)
+        yield event("response.output_item.done", output_index=place, item=item)
+
+    def delta_events(delta: Delta) -> Iterator[Any]:
+        call = delta.call
+        item = response.item if call is None else call.item
+        if item not in places:
+            places.append(item)
+            begun = response.message("", "in_progress") if call is None else response.call(call, "in_progress")
+            yield event("response.output_item.added", output_index=len(places) - 1, item=begun)
+            if call is None:
+                where = {"item_id": item, "output_index": len(places) - 1, "content_index": 0}
+                yield event("response.content_part.added", **where, part=response.part(""))
+        where = {"item_id": item, "output_index": places.index(item)}
+        if call is None and delta.text:
+            yield event("response.output_text.delta", **where, content_index=0, delta=delta.text, logprobs=[])
+        elif delta.text:
+            yield event("response.function_call_arguments.delta", **where, delta=delta.text)
+
+    places: list[str] = []
     yield event("response.created", response=response.begun())
     yield event("response.in_progress", response=response.begun())
-    yield event("response.output_item.added", output_index=0, item=response.message("", "in_progress"))
-    yield event("response.content_part.added", **place, part=response.part(""))
-    pieces = []
+    pieces, calls = [], response.calls
     async for _, piece in run.pieces():
         pieces.append(piece)
-        if piece.text:
-            yield event("response.output_text.delta", **place, delta=piece.text, logprobs=[])
+        for delta in [*calls.push(piece.text), *(calls.end() if piece.finish else [])]:
+            for one in delta_events(delta):
+                yield one
     answer = await finish(pieces)
-    [item] = answer["output"]
-    [part] = item["content"]
-    yield event("response.output_text.done", **place, text=part["text"], logprobs=[])
-    yield event("response.content_part.done", **place, part=part)
-    yield event("response.output_item.done", output_index=0, item=item)
+    for item in answer["output"]:
+        if item["id"] not in places:  # one that says nothing
+            for one in delta_events(Delta("")):
+                yield one
+        for one in item_events(item, places.index(item["id"])):
+            yield one
     yield event(f"response.{answer['status']}", response=answer)
 
 

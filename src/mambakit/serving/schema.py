@@ -1,6 +1,7 @@
 """Request bodies as JSON schemas: what the OpenAPI description shows is what is checked."""
 
 import math
+import re
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,8 @@ def _check_text(value: str, schema: Schema, name: str) -> None:
         raise bad(f"{name} holds half of a surrogate pair, which is no character", name) from error
     if len(value) < schema.get("minLength", 0):
         raise bad(f"{name} is empty", name)
+    if "pattern" in schema and not re.fullmatch(schema["pattern"], value):
+        raise _wrong(value, name, f"what {schema['pattern']} matches")
     if len(value) > schema.get("maxLength", math.inf):
         raise bad(f"{name} has {len(value)} characters, at most {schema['maxLength']} are allowed", name)
 

@@ -108,7 +108,7 @@ def make_server(service: Service, host: str, *, keys: Sequence[str], ready: Call
         http=Protocol,
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_level="error",  # a warning for every broken request would let anybody fill the log
         access_log=False,
         server_header=False,
         proxy_headers=False,

@@ -1,6 +1,7 @@
 """What all handlers share: the model's names and limits, its conversations, and the way into the engine."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from mambakit.serving.errors import ApiError, bad, overloaded
 from mambakit.serving.metrics import Metrics
 from mambakit.serving.schema import Schema, array, integer, not_built, number, optional, record, text
 from mambakit.serving.store import Store
+from mambakit.serving.tools import Tools
 from mambakit.serving.worker import NotBegunError, Worker
 from mambakit.text.chat import Chat
-from mambakit.text.tokens import Tokens
+from mambakit.text.tokens import Tokens, is_special
 
 FLAG: Schema = {"type": ["boolean", "null"]}
 SAMPLING: dict[str, Schema] = {
@@ -25,7 +27,7 @@ SAMPLING: dict[str, Schema] = {
     "top_p": optional(number(exclusiveMinimum=0, maximum=1)),
     "top_k": optional(integer(1)),
     "min_p": optional(number(minimum=0, maximum=1)),
-    "repetition_penalty": optional(number(exclusiveMinimum=0, maximum=100)),
+    "repetition_penalty": optional(number(minimum=0.01, maximum=100)),
     "seed": optional(integer(-(2**63), 2**63 - 1)),
 }
 """How tokens are chosen; beyond OpenAI's fields those of docs/generation.md."""
@@ -114,6 +116,14 @@ class Service:
             message = f"there is no model {asked[:100]!r} here; this is {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def _tag(self, mark: str) -> str:
+        """A mark in a grammar. Where it is a token that stands for no text, it is named rather than spelled."""
+        name, rest = mark.strip(), mark.partition(mark.strip() or " ")
+        if not name or not is_special(self.tokens, name):
+            return json.dumps(mark) if mark else ""
+        parts = (json.dumps(rest[0]) if rest[0] else "", name, json.dumps(rest[2]) if rest[2] else "")
+        return " ".join(part for part in parts if part)
+
     def admit(self, count: int) -> None:
         """ApiError where there is no room for `count` more requests."""
         if self.draining:
@@ -131,11 +141,12 @@ class Service:
         stops: Sequence[str] = (),
         echo: bool = False,
         wanted: dict[str, Any] | None = None,
+        tools: Tools | None = None,
         **options: Any,
     ) -> "Generation":
         """Answers to `prompts` (ids and ends of messages), `n` of each, in that order; ApiError if there is no room.
 
-        `wanted` is the form the text has to have, as FORMAT describes it.
+        `wanted` is the form the text has to have, as FORMAT describes it; `tools` are functions that it may call.
         """
         count = body.get("n") or 1
         self.admit(len(prompts) * count)
@@ -146,7 +157,7 @@ class Service:
         stops = [*asked, *stops]
         stop_ids = () if body.get("ignore_eos") else self.chat.stop_ids
         sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None and name != "seed"}
-        constraint = constraint_of(wanted)
+        constraint = constraint_of(wanted) if tools is None else tools.constraint(self._tag)
         if constraint is not None:
             # Its form says where it ends.
             options["constraint"], stops = constraint, asked

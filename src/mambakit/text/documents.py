@@ -1,11 +1,15 @@
-"""Documents from files and folders, and which of them are held out."""
+"""Documents and conversations from files and folders, and which of them are held out."""
 
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from mambakit.text.conversations import Conversation, conversation, text_of
+from mambakit.text.records import BINARY, READERS, read_records
 
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 FEW = 20
@@ -21,32 +25,44 @@ class Found(NamedTuple):
     documents: list[Document]
     notes: list[str]
     """What was left out and why, a line each."""
+    conversations: Sequence[Conversation] = ()
 
 
-def read_documents(paths: Sequence[str | Path], *, binary: bool = False) -> Found:
+Named = TypeVar("Named", Document, Conversation)
+OTHER_SPLITS = re.compile(r"(test|validation|valid|val|dev|eval)([^a-z].*)?")
+TRAINED = re.compile(r"train([^a-z].*)?")
+
+
+def read_documents(paths: Sequence[str | Path], *, binary: bool = False, records: bool = True) -> Found:
     """Every file that is named or lies in a folder that is named, in the order of their names.
 
     A file named that cannot be used raises: OSError if it cannot be read, ValueError if it is empty or, without
     `binary`, holds zero bytes. One inside a folder is left out with a note. Hidden files are not looked at.
+
+    With `records`, files that end as `READERS` do hold texts and conversations; what is wrong in one raises ValueError
+    with its line. Of a folder with Parquet or Arrow files, a dataset, these are all that is read, and where files or
+    folders are called train and test, only the former.
     """
-    documents: list[Document] = []
-    left_out: dict[str, list[str]] = {}
+    found = _Found([], [], {})
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"there is no file or folder {path}")
         if path.is_dir():
-            inside = _read_folder(path, binary, left_out)
-            if not inside:
-                raise ValueError(f"the folder {path} holds no text{_reasons(left_out)}")
-            documents += inside
+            before = len(found.documents) + len(found.conversations)
+            _read_folder(path, binary, records, found)
+            if before == len(found.documents) + len(found.conversations):
+                raise ValueError(f"the folder {path} holds no text{_reasons(found.left_out)}")
+            continue
+        if records and path.suffix.lower() in READERS:
+            _read_records(path, path.name, found)
             continue
         content = path.read_bytes()
         problem = _problem(content, binary)
         if problem:
             hint = "; --binary trains on its bytes as they are" if problem == "binary" else ""
             raise ValueError(f"{path} is {problem}{hint}")
-        documents.append(Document(path.name, content))
-    return Found(documents, [_note(reason, names) for reason, names in left_out.items()])
+        found.documents.append(Document(path.name, content))
+    return Found(found.documents, [_note(*left) for left in found.left_out.items()], found.conversations)
 
 
 def standard_library() -> list[Document]:
@@ -90,21 +106,77 @@ def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document
     return sorted(train), sorted(held)
 
 
-def _read_folder(folder: Path, binary: bool, left_out: dict[str, list[str]]) -> list[Document]:
-    documents = []
-    for path in _files_in(folder):
+def hold_out_whole(items: Sequence[Named], share: float) -> tuple[list[Named], list[Named]]:
+    """Of conversations about `share`, at least one, chosen by their names, the same at every call."""
+    if not 0 < share < 1:
+        raise ValueError(f"held-out share = {share} has to be between 0 and 1")
+    if len(items) < 2:
+        raise ValueError("there is one conversation; with two, one can be held out and the other trained on")
+    drawn = sorted(range(len(items)), key=lambda i: hashlib.sha256(items[i].name.encode()).digest())
+    held = set(drawn[: min(max(1, round(share * len(items))), len(items) - 1)])
+    return [one for i, one in enumerate(items) if i not in held], [items[i] for i in sorted(held)]
+
+
+class _Found(NamedTuple):
+    """What has been read so far."""
+
+    documents: list[Document]
+    conversations: list[Conversation]
+    left_out: dict[str, list[str]]
+
+    def leave_out(self, reason: str, name: str) -> None:
+        self.left_out.setdefault(reason, []).append(name)
+
+
+def _read_folder(folder: Path, binary: bool, records: bool, found: _Found) -> None:
+    files = _files_in(folder)
+    of_records = [path for path in files if records and path.suffix.lower() in READERS]
+    is_dataset = any(path.suffix.lower() in BINARY for path in of_records)
+    splits = {path: _split(path.relative_to(folder)) for path in of_records}
+    for path in files:
         name = path.relative_to(folder.parent).as_posix()
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            left_out.setdefault(f"not readable ({error.strerror})", []).append(name)
-            continue
-        problem = _problem(content, binary)
-        if problem:
-            left_out.setdefault(problem, []).append(name)
+        if is_dataset and path not in splits:
+            found.leave_out("beside a dataset", name)
+        elif splits.get(path) == "other" and "train" in splits.values():
+            found.leave_out("of other splits", name)
+        elif path in splits:
+            _read_records(path, name, found)
         else:
-            documents.append(Document(name, content))
-    return documents
+            _read_text(path, name, binary, found)
+
+
+def _split(path: Path) -> str | None:
+    """Which part of a dataset a file is, as its name or that of a folder tells."""
+    for part in path.parts:
+        if TRAINED.fullmatch(part.lower()):
+            return "train"
+        if OTHER_SPLITS.fullmatch(part.lower()):
+            return "other"
+    return None
+
+
+def _read_records(path: Path, name: str, found: _Found) -> None:
+    for record in read_records(path):
+        said = conversation(record)
+        if said is not None:
+            found.conversations.append(said)
+        elif text := text_of(record):
+            found.documents.append(Document(f"{name}, {record.where.rpartition(', ')[2]}", text.encode()))
+        else:
+            found.leave_out("empty", record.where)
+
+
+def _read_text(path: Path, name: str, binary: bool, found: _Found) -> None:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        found.leave_out(f"not readable ({error.strerror})", name)
+        return
+    problem = _problem(content, binary)
+    if problem:
+        found.leave_out(problem, name)
+    else:
+        found.documents.append(Document(name, content))
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -38,9 +38,16 @@ class Template:
             raise ValueError(f"the chat template cannot be read: {error}") from error
         self._named = dict(named)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
         pieces, length = [], 0
-        given = {"messages": [dict(one) for one in messages], "add_generation_prompt": add_generation_prompt}
+        given: dict[str, Any] = {"messages": [dict(one) for one in messages], "tools": tools}
+        given["add_generation_prompt"] = add_generation_prompt
         try:
             with limited(SECONDS, self._template.filename or "<template>"):
                 for piece in self._template.generate(**self._named, **given):

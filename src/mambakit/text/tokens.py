@@ -10,9 +10,12 @@ from typing import Any, Protocol
 
 TEXT = "text.json"
 """Beside the weights, it says how the model's text is written in tokens."""
-TOKENIZER = "tokenizer.json"
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 BYTES = "bytes"
-END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""What else a folder says of a tokenizer: names of its tokens, how chats are written, where texts end."""
+END = "<|endoftext|>"
+END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
 
 class Tokens(Protocol):
@@ -53,7 +56,20 @@ class Bytes:
         yield decoder.decode(b"", final=True)
 
     def save(self, directory: Path) -> None:
+        """With the files by which transformers' `AutoTokenizer` and `pipeline` read bytes as this does."""
         _describe(directory, BYTES, self.end)
+        files = {
+            TOKENIZER: byte_tokenizer(self.end),
+            CONFIG: {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": END,
+                "bos_token": END,
+                "pad_token": END,
+            },
+            "generation_config.json": {f"{name}_token_id": self.end for name in ("bos", "eos", "pad")},
+        }
+        for name, values in files.items():
+            (directory / name).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
 class TokenizerFile:
@@ -96,7 +112,39 @@ class TokenizerFile:
 
     def save(self, directory: Path) -> None:
         shutil.copyfile(self.path, directory / TOKENIZER)
+        _copy(self.path.parent, directory, BESIDE)
         _describe(directory, TOKENIZER, self.end)
+
+
+def is_special(tokens: Tokens, text: str) -> bool:
+    """Whether `text` is one token that stands for no text of its own."""
+    if not isinstance(tokens, TokenizerFile):
+        return False
+    added = tokens._tokenizer.get_added_tokens_decoder().values()
+    return any(one.content == text and one.special for one in added)
+
+
+def byte_tokenizer(end: int) -> dict[str, Any]:
+    """A `tokenizer.json` in which a token is a byte, whose id it is, and `end` is the end of a document.
+
+    The package reads bytes as printable characters: those that are none stand from 256 on, in their order.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shown = {byte: byte for byte in printable} | {byte: 256 + place for place, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": end, "content": END, **flags}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {chr(shown[byte]): byte for byte in range(256)}, "merges": []},
+    }
 
 
 def read_tokens(model_dir: Path, chosen: str | None = None) -> Tokens:
@@ -145,6 +193,18 @@ def _read_tokenizer(path: Path) -> Any:
 
 def copy_description(source: Path, target: Path) -> None:
     """Take along what a model's directory says of its text, if it does."""
-    for name in (TEXT, TOKENIZER):
+    if source.resolve() == target.resolve():
+        return
+    if (
+        (source / TEXT).is_file()
+        and not (source / TOKENIZER).is_file()
+        and _read_description(source / TEXT)[0] == BYTES
+    ):
+        Bytes().save(target)  # from before bytes had files for transformers
+    _copy(source, target, (TEXT, TOKENIZER, *BESIDE))
+
+
+def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
+    for name in names:
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)

@@ -20,6 +20,8 @@ class Batch(NamedTuple):
     """Where a document starts; None if states are carried into it."""
     starts_afresh: bool
     """The rows do not continue those of the step before."""
+    scale: float = 1.0
+    """Of the mean over all places, where only some of the step's tokens count: it makes it the mean over these."""
 
 
 def encode(documents: Sequence[Document], tokens: Tokens) -> list[Tensor]:
@@ -39,6 +41,8 @@ class Rows:
 
     Step by step each row goes on where it stopped, so that the state may be carried, until the epoch ends.
     """
+
+    carries = True
 
     def __init__(self, documents_s: Sequence[Tensor], end: int, settings: TrainSettings):
         self._documents_s, self._end, self._settings = list(documents_s), end, settings

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mambakit.blocks import caches
 from mambakit.models.language_model import LanguageModel
+from mambakit.models.lora import adapters, wrap
 from mambakit.training.batches import Rows
+from mambakit.training.examples import HeldOutAnswers, Packed
 from mambakit.training.objective import Objective, bits_per_byte
 from mambakit.training.optimizers import Optimizers
 from mambakit.training.processes import Ranks, share_of, whole
@@ -27,7 +29,7 @@ class Step(NamedTuple):
     number: int
     """Steps done, this one included."""
     loss: float
-    """Mean over the tokens of all ranks, in nats, before the step. What keeps experts in use is not part of it."""
+    """Mean over the tokens that count, of all ranks, in nats, before the step. What keeps experts in use is no part."""
     lr: float
     norm: float
     """Of the gradient, before it was clipped."""
@@ -37,6 +39,8 @@ class Step(NamedTuple):
     """Why nothing was learned from it, where that is so."""
     balance: float | None = None
     """`balance_loss` of the experts: 1 where all are used alike. None without any."""
+    tokens: int = 0
+    """Read by this rank, padding among them."""
 
 
 class HeldOut(NamedTuple):
@@ -44,6 +48,11 @@ class HeldOut(NamedTuple):
 
     documents_s: Sequence[Tensor]
     bytes_of: Sequence[int]
+    measure = "bits_per_byte"
+
+    @property
+    def size(self) -> int:
+        return sum(self.bytes_of)
 
     def first(self, at_least: int) -> "HeldOut":
         """So many whole documents that they have `at_least` bytes, or all."""
@@ -53,12 +62,20 @@ class HeldOut(NamedTuple):
             count += 1
         return HeldOut(self.documents_s[:count], self.bytes_of[:count])
 
+    def evaluate(self, model: LanguageModel) -> float:
+        return bits_per_byte(model, self.documents_s, self.size)
+
 
 class Trainer:
     """Trains `model` on `rows`. Every rank has one and calls its methods together with the others."""
 
     def __init__(
-        self, model: LanguageModel, settings: TrainSettings, rows: Rows, held_out: HeldOut, ranks: Ranks | None = None
+        self,
+        model: LanguageModel,
+        settings: TrainSettings,
+        rows: Rows | Packed,
+        held_out: HeldOut | HeldOutAnswers,
+        ranks: Ranks | None = None,
     ):
         self.settings, self.rows, self.held_out = settings, rows, held_out
         self.ranks = ranks or Ranks()
@@ -88,7 +105,7 @@ class Trainer:
         `skip_bad_steps` times in a run such rows are passed over instead: the next ones follow with fresh states.
         """
         try:
-            carried, loss, balance = self._go_back()
+            carried, loss, balance, tokens = self._go_back()
             norm = self.optimizers.collect()
             flags = float(self.stop_asked), float(not math.isfinite(norm))
             total, balance_of_all, stops, bad = self.ranks.sums(loss, balance or 0.0, *flags)
@@ -104,15 +121,16 @@ class Trainer:
                 raise ValueError(problem + self._ways_out())
         finally:
             self.optimizers.clear()
-        self._carried, self.step = carried, self.step + 1
+        self._carried, self.step = carried if self.rows.carries else [None] * len(carried), self.step + 1
         shown = None if balance is None else balance_of_all / self.ranks.world
-        return Step(self.step, loss, lr, norm, stops > 0, problem, shown)
+        return Step(self.step, loss, lr, norm, stops > 0, problem, shown, tokens)
 
-    def _go_back(self) -> tuple[list[Any], float, float | None]:
-        """Gradients of the next rows on the weights; the states after these rows, this rank's loss and balance."""
-        carried, loss, balance = list(self._carried), 0.0, None
+    def _go_back(self) -> tuple[list[Any], float, float | None, int]:
+        """Gradients of the next rows on the weights; the states after these rows, this rank's loss, balance, tokens."""
+        carried, loss, balance, tokens = list(self._carried), 0.0, None, 0
         for i, rows in enumerate(self._parts):
             batch = self.rows.at(self.step, rows)
+            tokens += batch.pairs_bs2[..., 0].numel()
             cache = None if batch.starts_afresh else carried[i]
             is_last = i == len(self._parts) - 1
             with nullcontext() if is_last else self.ranks.without_averaging(self.objective):
@@ -121,6 +139,7 @@ class Trainer:
                         batch.pairs_bs2.to(self.ranks.device),
                         cache,
                         reset_bs=None if batch.reset_bs is None else batch.reset_bs.to(self.ranks.device),
+                        scale=batch.scale,
                     )
                 balanced = self._objective.balanced
                 (part_loss / len(self._parts)).backward()
@@ -128,7 +147,7 @@ class Trainer:
             if balanced is not None:
                 share = balanced.item() / len(self._parts)
                 balance, loss = (balance or 0.0) + share, loss - self.settings.balance * share
-        return carried, loss, balance
+        return carried, loss, balance, tokens
 
     def _problem(self, loss: float, norm: float) -> str:
         """What is wrong with this step. Every rank has to ask, and gets the same answer."""
@@ -143,10 +162,13 @@ class Trainer:
         return f"; {before}a lower learning rate (--lr) may help, and --skip-bad-steps N passes over up to N such steps"
 
     def evaluate(self, at_least: int | None = None) -> float:
-        """Bits per byte of held-out documents: all, or so many that they have `at_least` bytes."""
+        """Bits per byte of held-out documents, or the loss per token of held-out answers.
+
+        Of all, or of so many that they have `at_least` bytes or tokens.
+        """
         held_out = self.held_out if at_least is None else self.held_out.first(at_least)
         with self._autocast():
-            return bits_per_byte(self.model, held_out.documents_s, sum(held_out.bytes_of))
+            return held_out.evaluate(self.model)
 
     def saved(self) -> Saved:
         """The run as it stands, the same for any number of ranks. Every rank has to ask.
@@ -167,12 +189,14 @@ class Trainer:
         return Saved(self.step, state, carried)
 
     def restore(self, saved: Saved) -> None:
-        """Go on from `saved`; ValueError if it was made under other settings."""
+        """Go on from `saved`; ValueError if it was made under other settings, or is beyond the last step."""
+        if saved.step > self.settings.steps:
+            raise ValueError(f"the run is at step {saved.step} already; --steps {self.settings.steps} is behind it")
         made = {**asdict(TrainSettings(steps=self.settings.steps)), **saved.state["settings"]}
         for name, value in asdict(self.settings).items():
             if name not in FREE and made[name] != value:
                 raise ValueError(f"the run was made with {name} = {made[name]!r}, not {value!r}")
-        weights, own = saved.state["model"], dict(self.model.named_parameters())
+        weights, own = saved.state["model"], {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         shapes = [{name: tensor.shape for name, tensor in named.items()} for named in (weights, own)]
         differing = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
         if differing:
@@ -189,14 +213,18 @@ class Trainer:
         # Not in checkpoints from before steps could be skipped.
         self.step, self.skipped = saved.step, saved.state.get("skipped", 0)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Whole parameters by name, on the CPU. Every rank has to ask."""
-        return {name: whole(p.detach()).cpu() for name, p in self.model.named_parameters()}
+    def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
+        """Whole parameters by name, on the CPU: those that are trained, or all. Every rank has to ask."""
+        named = self.model.named_parameters()
+        return {name: whole(p.detach()).cpu() for name, p in named if p.requires_grad or frozen}
 
     def whole_model(self) -> LanguageModel:
-        """A model of its own with all parameters, on the CPU. Every rank has to ask."""
-        weights = self.weights()
-        model = LanguageModel(self.model.config)
+        """A model of its own with all parameters, adapters too, on the CPU. Every rank has to ask."""
+        weights = self.weights(frozen=True)
+        model, found = LanguageModel(self.model.config), dict(adapters(self.model))
+        if found:
+            one = next(iter(found.values()))
+            wrap(model, found, one.rank, one.alpha)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])

@@ -1,4 +1,4 @@
-"""What is trained on, the loss of each token, and what is reported, bits per byte."""
+"""What is trained on, the loss of each token, and what is reported: bits per byte, or the loss of an answer's token."""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from mambakit.blocks.moe import balance_loss
 from mambakit.models.language_model import LanguageModel
 from mambakit.training.segments import run_in_segments
 
+IGNORED = -100
+"""In place of a token to predict: none is asked for here."""
 EVALUATED_TOGETHER = 8
 EVALUATED_LEN = 2048
 
@@ -20,7 +22,8 @@ EVALUATED_LEN = 2048
 class TokenLosses(nn.Module):
     """`loss_bs, cache = losses(pairs_bs2, cache)`: minus the log-probability of each next token, in nats.
 
-    With `balance`, so much of the model's `balance_loss` is added to each, in training and where it has experts.
+    It is 0 where that is `IGNORED`, and `scale` times as much everywhere. With `balance`, so much of the model's
+    `balance_loss` is added to each, in training and where it has experts.
     """
 
     def __init__(self, model: LanguageModel, balance: float = 0.0):
@@ -30,11 +33,14 @@ class TokenLosses(nn.Module):
         self.balances: list[Tensor] = []
         """What it was, call by call, before its share was taken."""
 
-    def forward(self, pairs_bs2: Tensor, cache: Any = None, *, reset_bs: Tensor | None = None) -> tuple[Tensor, Any]:
+    def forward(
+        self, pairs_bs2: Tensor, cache: Any = None, *, reset_bs: Tensor | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Any]:
         logits_bsw, cache = self.model(pairs_bs2[..., 0], cache, reset_bs=reset_bs)
         logits_bsw = logits_bsw.to(torch.promote_types(logits_bsw.dtype, torch.float32))
         # mT: the vocabulary is expected second.
-        loss_bs = F.cross_entropy(logits_bsw.mT, pairs_bs2[..., 1], reduction="none")
+        loss_bs = F.cross_entropy(logits_bsw.mT, pairs_bs2[..., 1], reduction="none", ignore_index=IGNORED)
+        loss_bs = loss_bs if scale == 1 else scale * loss_bs
         found = balance_loss(self.model) if self.balance else None
         if found is not None:
             self.balances.append(found.detach())
@@ -43,7 +49,7 @@ class TokenLosses(nn.Module):
 
 
 class Objective(nn.Module):
-    """`loss, cache = objective(pairs_bs2, cache)`: the mean over all tokens; the cache is detached.
+    """`loss, cache = objective(pairs_bs2, cache)`: the mean over all places, times `scale`; the cache is detached.
 
     `balance_loss` of experts, times `balance`, is part of it; `balanced` is what it was before. With `segment_len`,
     activations and logits of one segment at a time are kept; loss and gradients are the same.
@@ -55,13 +61,15 @@ class Objective(nn.Module):
         self.segment_len = segment_len
         self.balanced: Tensor | None = None
 
-    def forward(self, pairs_bs2: Tensor, cache: Any = None, *, reset_bs: Tensor | None = None) -> tuple[Tensor, Any]:
+    def forward(
+        self, pairs_bs2: Tensor, cache: Any = None, *, reset_bs: Tensor | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Any]:
         self.losses.balances.clear()  # a backward pass that computes again adds to them
         if self.segment_len is None:
-            loss_bs, cache = self.losses(pairs_bs2, cache, reset_bs=reset_bs)
+            loss_bs, cache = self.losses(pairs_bs2, cache, reset_bs=reset_bs, scale=scale)
         else:
             loss_bs, cache = run_in_segments(
-                self.losses, pairs_bs2, cache, segment_len=self.segment_len, reset_bs=reset_bs
+                self.losses, pairs_bs2, cache, segment_len=self.segment_len, reset_bs=reset_bs, scale=scale
             )
         balances = self.losses.balances
         self.balanced = torch.stack(balances).mean() if balances else None
@@ -73,29 +81,30 @@ def bits_per_byte(model: LanguageModel, documents_s: Sequence[Tensor], bytes_in_
 
     Each is given as the end token and its ids. That it ends is part of what is predicted.
     """
+    # The end token comes after the last.
+    pairs = [torch.stack([ids_s, torch.cat([ids_s[1:], ids_s[:1]])], -1) for ids_s in documents_s]
+    return nats(model, pairs) / math.log(2) / bytes_in_all
+
+
+def nats(model: LanguageModel, pairs_s2: Sequence[Tensor]) -> float:
+    """What the model needs for all tokens to predict, in sequences of pairs that know nothing of each other."""
     device = next(model.parameters()).device
     losses = TokenLosses(model)
-    nats = 0.0
-    in_order = sorted(documents_s, key=len)
+    total = 0.0
+    in_order = sorted(pairs_s2, key=len)
     with torch.no_grad():
         for start in range(0, len(in_order), EVALUATED_TOGETHER):
-            together = in_order[start : start + EVALUATED_TOGETHER]
-            pairs_bs2, counts_bs = _side_by_side(together)
+            pairs_bs2, counts_bs = _side_by_side(in_order[start : start + EVALUATED_TOGETHER])
             cache = None
             for where in range(0, pairs_bs2.shape[1], EVALUATED_LEN):
                 piece = slice(where, where + EVALUATED_LEN)
                 loss_bs, cache = losses(pairs_bs2[:, piece].to(device), cache)
-                nats += float((loss_bs.double() * counts_bs[:, piece].to(device)).sum())
-    return nats / math.log(2) / bytes_in_all
+                total += float((loss_bs.double() * counts_bs[:, piece].to(device)).sum())
+    return total
 
 
-def _side_by_side(documents_s: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Documents as rows, filled up after their ends, which nothing before can see; and which places count."""
-    longest = max(map(len, documents_s))
-    pairs, counts = [], []
-    for ids_s in documents_s:
-        ids_s = ids_s.long()
-        pair_s2 = torch.stack([ids_s, torch.cat([ids_s[1:], ids_s[:1]])], -1)  # the end token comes after the last
-        pairs.append(F.pad(pair_s2, (0, 0, 0, longest - len(ids_s))))
-        counts.append(torch.arange(longest) < len(ids_s))
-    return torch.stack(pairs), torch.stack(counts)
+def _side_by_side(pairs_s2: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sequences as rows, filled up after their ends, which nothing before can see; and which places count."""
+    longest = max(map(len, pairs_s2))
+    pairs_bs2 = torch.stack([F.pad(pair_s2.long(), (0, 0, 0, longest - len(pair_s2))) for pair_s2 in pairs_s2])
+    return pairs_bs2, torch.stack([torch.arange(longest) < len(pair_s2) for pair_s2 in pairs_s2])

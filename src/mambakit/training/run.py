@@ -7,17 +7,35 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mambakit.checkpoints import save_model
-from mambakit.text.tokens import Tokens
+from mambakit.checkpoints.adapters import save_lora
+from mambakit.checkpoints.files import ADAPTER, MODEL
+from mambakit.models.lora import adapters, merge_lora
+from mambakit.text.tokens import Tokens, copy_description
 from mambakit.training.lock import alone_in
 from mambakit.training.loop import Step, Trainer
-from mambakit.training.run_checkpoints import RunCheckpoints
+from mambakit.training.run_checkpoints import RunCheckpoints, Saved
+from mambakit.training.schedules import share_of_peak
+from mambakit.training.settings import TrainSettings
 
-CHECKPOINTS, LOG, MODEL = "checkpoints", "log.jsonl", "model"
+CHECKPOINTS, LOG = "checkpoints", "log.jsonl"
+
+
+class Keep(NamedTuple):
+    """What a run leaves behind."""
+
+    tokens: Tokens
+    description: Path | None = None
+    """The folder of the tokenizer, which may say more: names, chat template."""
+    base: str = ""
+    """The model that an adapter is for."""
+    merged: bool = True
+    """With an adapter, the model that has it in its weights too."""
 
 
 class Watch(Protocol):
@@ -25,7 +43,9 @@ class Watch(Protocol):
 
     def step(self, step: Step) -> None: ...
 
-    def evaluation(self, step: int, bits_per_byte: float) -> None: ...
+    def evaluation(self, step: int, value: float) -> None:
+        """Bits per byte, or what else the held-out data is measured by."""
+        ...
 
     def note(self, text: str) -> None: ...
 
@@ -77,19 +97,20 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     return found, True
 
 
-def train(trainer: Trainer, folder: Path, tokens: Tokens, watch: Watch) -> float:
-    """Bring the run in `folder` to its last step and save the model; bits per byte of all held-out documents.
+def train(trainer: Trainer, folder: Path, keep: Tokens | Keep, watch: Watch) -> float:
+    """Bring the run in `folder` to its last step and save the model; what `evaluate` says of all that is held out.
 
     It goes on from the newest whole checkpoint, and starts anew where there is none. Asked to stop (Ctrl-C), it
     finishes the step, saves and raises KeyboardInterrupt. An OSError while saving names the last checkpoint. Another
     run in the folder raises ValueError.
     """
     with alone_in(folder, trainer.ranks):
-        return go_on(trainer, folder, tokens, watch)
+        return go_on(trainer, folder, keep, watch)
 
 
-def go_on(trainer: Trainer, folder: Path, tokens: Tokens, watch: Watch) -> float:
+def go_on(trainer: Trainer, folder: Path, keep: Tokens | Keep, watch: Watch) -> float:
     """`train` for who is alone in the folder already."""
+    keep = keep if isinstance(keep, Keep) else Keep(keep)
     checkpoints = RunCheckpoints(folder / CHECKPOINTS)
     resume(trainer, checkpoints, watch)
     first = trainer.ranks.is_first
@@ -119,16 +140,16 @@ def go_on(trainer: Trainer, folder: Path, tokens: Tokens, watch: Watch) -> float
                 if is_last or step.number % settings.evaluate_every == 0:
                     final = trainer.evaluate(None if is_last else settings.evaluate_bytes)
                     if log:
-                        write(log, step=step.number, bits_per_byte=final)
+                        write(log, step=step.number, **{trainer.held_out.measure: final})
                         watch.evaluation(step.number, final)
                 if is_last or step.stop or step.number % settings.save_every == 0:
                     save(trainer, checkpoints)
                 if step.stop and not is_last:
-                    export(trainer, folder, tokens, checkpoints)
+                    export(trainer, folder, keep, checkpoints)
                     if first:
                         watch.note(f"stopped after step {step.number}; saved, --resume goes on from there")
                     raise KeyboardInterrupt
-        export(trainer, folder, tokens, checkpoints)
+        export(trainer, folder, keep, checkpoints)
     finally:
         if log:
             log.close()
@@ -147,6 +168,21 @@ def resume(trainer: Trainer, checkpoints: RunCheckpoints, watch: Watch) -> None:
         trainer.restore(saved)
         if trainer.ranks.is_first:
             watch.note(f"going on from step {saved.step}")
+            if other := changed_schedule(saved, trainer.settings):
+                watch.note(other)
+
+
+def changed_schedule(saved: Saved, settings: TrainSettings) -> str | None:
+    """A line on what another number of steps makes of the learning rate, if the steps so far would have had others."""
+    made = replace(settings, steps=saved.state["settings"]["steps"])
+    if made == settings or all(share_of_peak(i, made) == share_of_peak(i, settings) for i in range(saved.step)):
+        return None
+    before, after = (one.lr * share_of_peak(max(saved.step - 1, 0), one) for one in (made, settings))
+    return (
+        f"the {settings.schedule} schedule is now that of {settings.steps} steps: the learning rate goes from "
+        f"{before:.3g} to {after:.3g}. The {saved.step} steps before followed that of {made.steps}, so the end is not "
+        f"that of a run of {settings.steps} from its start, which --schedule constant would give"
+    )
 
 
 def save(trainer: Trainer, checkpoints: RunCheckpoints) -> None:
@@ -175,18 +211,33 @@ def on_failure(told: str, checkpoints: RunCheckpoints) -> Iterator[None]:
         raise OSError(f"{told}: {error}; {last}") from error
 
 
-def export(trainer: Trainer, folder: Path, tokens: Tokens, checkpoints: RunCheckpoints) -> None:
-    """The model as an ordinary checkpoint in `folder/model`, with how its text is written in tokens."""
+def export(trainer: Trainer, folder: Path, keep: Keep, checkpoints: RunCheckpoints) -> None:
+    """What was trained: `folder/adapter` if that is adapters, `folder/model` as an ordinary checkpoint.
+
+    Both say how text is written in tokens.
+    """
     model = trainer.whole_model()
     if not trainer.ranks.is_first:
         return
-    with on_failure(f"the model could not be saved in {folder / MODEL}", checkpoints):
-        save_model(model, folder / MODEL)
-        tokens.save(folder / MODEL)
+
+    def describe(place: Path) -> None:
+        keep.tokens.save(place)
+        if keep.description is not None:
+            copy_description(keep.description, place)
         # What runs left that were killed here.
         for kind in ("tmp", "old"):
-            for path in folder.glob(f".{MODEL}.*.{kind}"):
+            for path in folder.glob(f".{place.name}.*.{kind}"):
                 shutil.rmtree(path, ignore_errors=True)
+
+    has_adapters = next(adapters(model), None) is not None
+    if has_adapters:
+        with on_failure(f"the adapter could not be saved in {folder / ADAPTER}", checkpoints):
+            save_lora(model, folder / ADAPTER, base=keep.base)
+            describe(folder / ADAPTER)
+    if not has_adapters or keep.merged:
+        with on_failure(f"the model could not be saved in {folder / MODEL}", checkpoints):
+            save_model(merge_lora(model) if has_adapters else model, folder / MODEL)
+            describe(folder / MODEL)
 
 
 @contextmanager

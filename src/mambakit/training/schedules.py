@@ -6,9 +6,14 @@ from mambakit.training.settings import TrainSettings
 
 
 def share_of_peak(step: int, settings: TrainSettings) -> float:
-    """For step number `step`, from 0: up in a line, then half a cosine down, or ("wsd") level and down in a line."""
+    """For step number `step`, from 0: up in a line, then half a cosine down, or ("wsd") level and down in a line.
+
+    "constant" stays up.
+    """
     if step < settings.warmup:
         return (step + 1) / settings.warmup
+    if settings.schedule == "constant":
+        return 1.0
     floor = settings.floor
     if settings.schedule == "cosine":
         done = (step - settings.warmup) / max(settings.steps - settings.warmup, 1)

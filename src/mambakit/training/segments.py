@@ -30,6 +30,11 @@ def run_in_segments(
     Between forward and backward only the inputs and the caches between segments are kept; the backward computes each
     segment again, from the last to the first. `truncated=True` stops gradients between segments: each output then
     reaches back to the start of its segment, the first segment's also to `cache`. `options` reach the block unchanged.
+
+    Examples:
+        >>> block = mk.Mamba2(mk.Mamba2Config(d_model=64, per_head_dim=16))
+        >>> y_bsd, cache = mk.run_in_segments(block, torch.randn(1, 1000, 64), segment_len=250)
+        >>> y_bsd.square().mean().backward()
     """
     outputs = []
     for piece in _cut(x_bsd, segment_len, mask_bs, reset_bs, options):

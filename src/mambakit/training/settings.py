@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mambakit.blocks.config import Config, check_positive, check_types
 
 OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "wsd")
+SCHEDULES = ("cosine", "wsd", "constant")
 BOUNDARIES = ("reset", "carry")
 PARALLEL = ("ddp", "fsdp")
 
@@ -70,5 +70,7 @@ class TrainSettings(Config):
         return self.batch * self.seq_len
 
 
-FREE = {"evaluate_every", "evaluate_bytes", "save_every", "accumulate", "segment_len", "skip_bad_steps"}
-"""Settings that may change from one part of a run to the next: they leave what is computed as it is, up to rounding."""
+FREE = {"steps", "evaluate_every", "evaluate_bytes", "save_every", "accumulate", "segment_len", "skip_bad_steps"}
+"""Settings that may change from one part of a run to the next: they leave what is computed as it is, up to rounding.
+
+Of `steps` that holds where the schedule is constant; others are those of the new number from there on."""

@@ -1,18 +1,23 @@
 """The short convolution in the official layout, `b v s`, with states of the `k - 1` inputs before the next one."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order, of_tensors
+from mambakit.compat.arguments import by_version, check_activation, in_one_precision, of_tensors, through_apply
 from mambakit.compat.packing import hide_padding, segments_of
+from mambakit.compat.references.convolution import causal_conv1d_ref, causal_conv1d_update_ref
 from mambakit.compat.slots import Slots
 from mambakit.ops.causal_conv import causal_conv
 from mambakit.ops.shapes import bind
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_ref", "causal_conv1d_update", "causal_conv1d_update_ref"]
+__all__ = [
+    "CausalConv1dFn",
+    "causal_conv1d_fn",
+    "causal_conv1d_ref",
+    "causal_conv1d_update",
+    "causal_conv1d_update_ref",
+]
 
 
 @of_tensors
@@ -29,8 +34,9 @@ def causal_conv1d_fn(
     """Convolve `x` (b, v, s) with `weight` (v, k). Returns `out`, or `(out, final_states)` with states (b, v, k - 1).
 
     `final_states_out` is written to and returned. As officially, packed sequences (`seq_idx`) have no states, and where
-    the id is negative the output is zero.
+    the id is negative the output is zero. `activation` may also come fourth or fifth, as in versions 1.0 and 1.1.
     """
+    activation, seq_idx, initial_states = by_version(activation, seq_idx, initial_states)
     with_silu = check_activation(activation)
     size = bind(x_bvs=x, weight_vk=weight, bias_v=bias)
     if seq_idx is not None and (initial_states is not None or return_final_states):
@@ -57,9 +63,7 @@ def causal_conv1d_fn(
     return out, final_states_out.copy_(final_states)
 
 
-@in_the_order("x, weight, bias, initial_states, return_final_states, final_states_out, activation", causal_conv1d_fn)
-def causal_conv1d_ref(**given: Any) -> Tensor | tuple[Tensor, Tensor]:
-    return causal_conv1d_fn(**given)
+CausalConv1dFn = through_apply("CausalConv1dFn", causal_conv1d_fn)
 
 
 @of_tensors
@@ -101,11 +105,6 @@ def causal_conv1d_update(
             after_bvL = torch.empty_like(after_bvL).scatter_(2, order_bvL, after_bvL)
         slots.write(conv_state, after_bvL)
     return y_bvs[..., 0] if x.dim() == 2 else y_bvs.contiguous()
-
-
-@in_the_order("x, conv_state, weight, bias, activation, cache_seqlens", causal_conv1d_update)
-def causal_conv1d_update_ref(**given: Any) -> Tensor:
-    return causal_conv1d_update(**given)
 
 
 def ring_order(seen_b: Tensor, length: int, state_bvL: Tensor) -> Tensor:

@@ -3,10 +3,14 @@
 from torch import Tensor
 
 from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.packing import packed, to_rows
+from mambakit.compat.references.convolution import causal_conv1d_varlen_states_ref
 from mambakit.ops.shapes import bind
 
 __all__ = ["causal_conv1d_varlen_states", "causal_conv1d_varlen_states_ref"]
+
+__getattr__ = gpu_only(__name__, kernels="_causal_conv1d_varlen_states")
 
 
 @of_tensors
@@ -30,6 +34,3 @@ def windows_ending_at(x_rLv: Tensor, lengths_r: Tensor, state_len: int) -> Tenso
     """Columns `length` to `length + state_len` of each row."""
     columns_rK = lengths_r[:, None] + lengths_r.new_ones(state_len).cumsum(0) - 1
     return x_rLv.gather(1, columns_rK[..., None].expand(-1, -1, x_rLv.shape[2])).mT
-
-
-causal_conv1d_varlen_states_ref = causal_conv1d_varlen_states

@@ -74,8 +74,6 @@ class Decoding:
 
     def step(self, ids_b: Tensor, at: decode.At) -> Tensor:
         ids_b = ids_b.contiguous()
-        if ids_b.dtype != torch.int64 or ids_b.device.type != "cpu":
-            raise ValueError(f"ids_b is {ids_b.dtype} on {ids_b.device}, expected int64 on the CPU")
         logits_bw = torch.empty(len(ids_b), self._model.head.rows)
         run(
             Decode(
@@ -85,6 +83,10 @@ class Decoding:
                 text=pointer(at.text_b),
                 before=pointer(at.before_b),
                 after=pointer(at.after_b),
+                run=pointer(at.runs),
+                runs=0 if at.runs is None else len(at.runs),
+                again=pointer(at.again),
+                stays=at.stays,
                 logits=pointer(logits_bw),
             )
         )

@@ -76,8 +76,8 @@ Norm{pointer weight, bias; int64_t width, centred; double eps; float scale;}
 Mamba1Part{Mamba1Step step; Matrix in_proj, x_proj, dt_proj, out_proj; bool dt_b_c_norm; pointer dt_norm,
   B_norm, C_norm; float norm_eps; pointer window, state;}
 Mamba2Part{Mamba2Step step; Matrix in_proj, out_proj; float z_scale, x_scale, B_scale, C_scale, dt_scale; pointer
-  window, state;}
-Mamba3Part{Mamba3Step step; Matrix in_proj, out_proj; pointer state, k_state, v_state, angle;}
+  window, state, notes;}
+Mamba3Part{Mamba3Step step; Matrix in_proj, out_proj; pointer state, k_state, v_state, angle, notes;}
 MlpStep{int64_t activation; bool gated; float gate_scale;}
 MlpPart{MlpStep step; Matrix fc1, fc2;}
 AttentionStep{int64_t heads, kv_heads, p, window; float scale; int64_t angles; pointer rates;}
@@ -89,7 +89,8 @@ MoePart{MoeStep step; Matrix router, experts_in, experts_out, latent_in, latent_
 DecodePart{int64_t kind; pointer block; Norm norm; float scale; bool beside;}
 DecodeModel{int64_t width, parts; pointer embedding, part; Norm norm_f; Matrix head; float embedding_scale,
   logits_scale;}
-Decode{pointer model; int64_t batch; pointer ids, text, before, after, logits;} decode(Decode)
+Decode{pointer model; int64_t batch; pointer ids, text, before, after, run; int64_t runs; pointer again; bool stays;
+  pointer logits;} decode(Decode)
 LargePages{pointer start; int64_t bytes;} large_pages(LargePages)
 VectorFunction{int64_t which; pointer x, y; int64_t n;} vector_function(VectorFunction)
 """

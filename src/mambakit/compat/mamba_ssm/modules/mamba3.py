@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mambakit.blocks import mamba3
 from mambakit.blocks.mamba3 import Mamba3Cache, Mamba3Config
-from mambakit.compat.arguments import in_our_words, refuse_unknown
+from mambakit.compat.arguments import in_our_words, warn_of_unknown
 from mambakit.compat.stateful import Stateful, write
 from mambakit.ops.activations import heavy_tail as heavy_tail_activation
 
@@ -44,7 +44,7 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         **unknown: Any,
     ):
         """`a_activation` is ours: the released package 2.3.2.post1 computes with "softplus", the later one does not."""
-        refuse_unknown("Mamba3", unknown)
+        warn_of_unknown("Mamba3", unknown)
         if rope_fraction not in (0.5, 1.0):
             raise ValueError(f"rope_fraction = {rope_fraction} has to be 0.5 or 1.0")
         if dropout:
@@ -79,7 +79,7 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         self, u: Tensor, angle_state: Tensor, ssm_state: Tensor, k_state: Tensor, v_state: Tensor, **unknown: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """One token (b, d); the states are updated in place and returned."""
-        refuse_unknown("Mamba3.step", unknown)
+        warn_of_unknown("Mamba3.step", unknown)
         states = (angle_state, ssm_state, k_state, v_state)
         wide = torch.promote_types(u.dtype, torch.float32)
         cache = Mamba3Cache(ssm_state.to(wide), k_state.to(u.dtype), v_state.to(u.dtype), angle_state.to(wide))

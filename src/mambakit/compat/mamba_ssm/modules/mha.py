@@ -142,3 +142,13 @@ def check_offsets(params: Any) -> None:
             f"lengths_per_sample is {lengths_b.tolist()}, but MHA knows one length, "
             f"seqlen_offset = {params.seqlen_offset}"
         )
+
+
+def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int | None) -> Tensor:
+    """Keys and values (b, s, 2, heads, width) put behind those in the cache; all of them up to here."""
+    kv_cache, _ = inference_params.key_value_memory_dict[layer_idx]
+    start, first = inference_params.batch_size_offset, inference_params.seqlen_offset
+    rows = slice(start, start + len(kv))
+    with torch.no_grad():
+        kv_cache[rows, first : first + kv.shape[1]] = kv
+    return kv_cache[rows, : first + kv.shape[1]]

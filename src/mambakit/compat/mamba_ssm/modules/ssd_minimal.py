@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.ops.shapes import bind
 from mambakit.ops.ssd import ssd
 from mambakit.ops.ssd_path import SsdPath
 
-__all__ = ["segsum", "ssd_minimal_discrete"]
+__all__ = ["segsum", "segsum_unstable", "ssd_minimal_discrete"]
+
+__getattr__ = gpu_only(__name__, tests="test_correctness")
 
 
 @of_tensors
@@ -21,7 +24,12 @@ def segsum(x: Tensor) -> Tensor:
     return sums.masked_fill(~ones.tril(), float("-inf"))
 
 
-segsum_unstable = segsum
+@of_tensors
+def segsum_unstable(x: Tensor) -> Tensor:
+    """`segsum` by differences of running sums, which lose digits where sums are large."""
+    sums = x.cumsum(-1)
+    ones = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device)
+    return (sums[..., :, None] - sums[..., None, :]).masked_fill(~ones.tril(), float("-inf"))
 
 
 @of_tensors

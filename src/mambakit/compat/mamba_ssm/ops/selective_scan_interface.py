@@ -1,19 +1,34 @@
 """Mamba-1's scan and its inner function in the official layout: channels before time."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import in_one_precision, of_tensors
+from mambakit.compat.arguments import in_one_precision, in_the_order, of_tensors, through_apply
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
+from mambakit.compat.mamba_ssm.ops.triton.layer_norm import layer_norm_fn
+from mambakit.compat.references.scans import bimamba_inner_ref, mamba_inner_ref, selective_scan_ref
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.shapes import bind, check_floats
 
-__all__ = ["mamba_inner_fn", "mamba_inner_ref", "selective_scan_fn", "selective_scan_ref"]
+__all__ = [
+    "BiMambaInnerFn",
+    "MambaInnerFn",
+    "MambaInnerFnNoOutProj",
+    "SelectiveScanFn",
+    "bimamba_inner_fn",
+    "bimamba_inner_ref",
+    "mamba_inner_fn",
+    "mamba_inner_fn_no_out_proj",
+    "mamba_inner_ref",
+    "rms_norm_forward",
+    "selective_scan_fn",
+    "selective_scan_ref",
+]
 
 
 @of_tensors
@@ -34,6 +49,23 @@ def selective_scan_fn(
     `u`, `delta`, `z` are (b, i, s); `A` is (i, r), real or complex; `B` and `C` are (i, r), (b, r, s) or (b, g, r, s).
     With a complex `A` those that depend on time hold real and imaginary parts interleaved, (.., r, 2 s).
     """
+    out, last_state = scan_from(None, u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    return (out, last_state) if return_last_state else out
+
+
+def scan_from(
+    state_bir: Tensor | None,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+) -> tuple[Tensor, Tensor]:
+    """`selective_scan_fn` with its last state, from a state that it may continue."""
     dtype = u.dtype
     u, delta, A, B, C, D, z, delta_bias = in_one_precision(u, delta, A, B, C, D, z, delta_bias)
     size = bind(u_bis=u, delta_bis=delta, A_ir=A, D_i=D, z_bis=z, delta_bias_i=delta_bias)
@@ -41,7 +73,7 @@ def selective_scan_fn(
     groups = math.lcm(b_bsgr.shape[2], c_bsgr.shape[2])
     b_bsgr, c_bsgr = (t.repeat_interleave(groups // t.shape[2], dim=2) for t in (b_bsgr, c_bsgr))
     y_bsi, state_bir = selective_scan(
-        *(u.mT, delta.mT, A, b_bsgr, c_bsgr),
+        *(u.mT, delta.mT, A, b_bsgr, c_bsgr, state_bir),
         skip_i=D,
         z_bsi=None if z is None else z.mT,
         dt_bias_i=delta_bias,
@@ -49,11 +81,7 @@ def selective_scan_fn(
     )
     # In the layout of `u`, as callers go on to `view` it.
     y = y_bsi.mT.to(dtype)
-    out = y.contiguous() if u.is_contiguous() else y
-    return (out, state_bir) if return_last_state else out
-
-
-selective_scan_ref = selective_scan_fn
+    return y.contiguous() if u.is_contiguous() else y, state_bir
 
 
 def by_token(name: str, x: Tensor, A: Tensor, size: Any) -> Tensor:
@@ -77,15 +105,32 @@ def by_token(name: str, x: Tensor, A: Tensor, size: Any) -> Tensor:
     return x_bgrS.permute(0, 3, 1, 2)
 
 
+class Scanned(NamedTuple):
+    """What a block scans: channels and gate (b, i, s), B and C in any official shape."""
+
+    x: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    z: Tensor
+    delta_bias: Tensor | None
+    delta_softplus: bool
+
+    def reversed(self, A: Tensor) -> "Scanned":
+        """From the end to the beginning, with other decays."""
+        B, C = (t if t.dim() == 2 else t.flip(-1) for t in (self.B, self.C))
+        return self._replace(x=self.x.flip(-1), delta=self.delta.flip(-1), A=A, B=B, C=C, z=self.z.flip(-1))
+
+
 @of_tensors
-def mamba_inner_fn(
+def mamba_inner_fn_no_out_proj(
     xz: Tensor,
     conv1d_weight: Tensor,
     conv1d_bias: Tensor | None,
     x_proj_weight: Tensor,
     delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
     A: Tensor,
     B: Tensor | None = None,
     C: Tensor | None = None,
@@ -100,10 +145,34 @@ def mamba_inner_fn(
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
 ) -> Tensor:
-    """A Mamba-1 block after its input projection: `xz` (b, 2 i, s) to `out` (b, s, d).
+    """A Mamba-1 block between its outer projections: `xz` (b, 2 i, s) to (b, i, s). Vision Mamba's name for it.
 
     `B` and `C` come from the projection unless they are given. `checkpoint_lvl` has no effect on values.
     """
+    return selective_scan_fn(*prepared(**locals()))
+
+
+def prepared(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    A: Tensor,
+    B: Tensor | None,
+    C: Tensor | None,
+    D: Tensor | None,
+    delta_bias: Tensor | None,
+    B_proj_bias: Tensor | None,
+    C_proj_bias: Tensor | None,
+    delta_softplus: bool,
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+    **unused: Any,
+) -> Scanned:
+    """Convolution and projections."""
     for name, given, extras in (("B", B, (B_proj_bias, b_rms_weight)), ("C", C, (C_proj_bias, c_rms_weight))):
         if given is not None and any(extra is not None for extra in extras):
             raise ValueError(f"{name} was given: its projection's bias and norm weight have nothing to work on")
@@ -112,7 +181,7 @@ def mamba_inner_fn(
     own = size.q + entries * ((B is None) + (C is None))
     if not torch.is_autocast_enabled(xz.device.type):
         projections = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight}
-        check_floats({"xz": xz, **projections, "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias})
+        check_floats({"xz": xz, **projections})
     if xz.dim() != 3 or xz.shape[1] != 2 * size.i or own > size.R:
         given = f"xz {tuple(xz.shape)}, x_proj_weight {tuple(x_proj_weight.shape)}"
         raise ValueError(
@@ -136,18 +205,53 @@ def mamba_inner_fn(
         B = per_token(projected_bsR[..., rank : rank + entries], B_proj_bias, b_rms_weight)
     if C is None:
         C = per_token(projected_bsR[..., -entries:], C_proj_bias, c_rms_weight)
-    bind(out_proj_weight_di=out_proj_weight, out_proj_bias_d=out_proj_bias, A_ir=A)
-    y = selective_scan_fn(x, delta_bsi.mT, A, B, C, D, z, delta_bias, delta_softplus)
+    return Scanned(x, delta_bsi.mT, A, B, C, D, z, delta_bias, delta_softplus)
+
+
+@of_tensors
+@in_the_order(
+    "xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, D, "
+    "delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl, b_rms_weight, c_rms_weight, dt_rms_weight, "
+    "b_c_dt_rms_eps",
+    mamba_inner_fn_no_out_proj,
+)
+def mamba_inner_fn(*, out_proj_weight: Tensor, out_proj_bias: Tensor | None, **given: Any) -> Tensor:
+    """A Mamba-1 block after its input projection: `xz` (b, 2 i, s) to `out` (b, s, d)."""
+    return project_out(mamba_inner_fn_no_out_proj(**given), out_proj_weight, out_proj_bias)
+
+
+@of_tensors
+@in_the_order(
+    "xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, A_b, B, C, "
+    "D, delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl",
+    mamba_inner_fn_no_out_proj,
+)
+def bimamba_inner_fn(*, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A_b: Tensor, **given: Any) -> Tensor:
+    """`mamba_inner_fn` with a second scan, with decays of its own, from the end to the beginning. Vision Mamba's."""
+    absent = dict.fromkeys(("B", "C", "D", "delta_bias", "B_proj_bias", "C_proj_bias"))
+    scanned = prepared(**{**absent, "delta_softplus": True, **given})
+    y = selective_scan_fn(*scanned) + selective_scan_fn(*scanned.reversed(A_b)).flip(-1)
+    return project_out(y, out_proj_weight, out_proj_bias)
+
+
+def project_out(y: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None) -> Tensor:
+    bind(out_proj_weight_di=out_proj_weight, out_proj_bias_d=out_proj_bias, y_bis=y)
+    if not torch.is_autocast_enabled(y.device.type):
+        check_floats({"y": y, "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias})
     return F.linear(y.mT, out_proj_weight, out_proj_bias)
 
 
-mamba_inner_ref = mamba_inner_fn
+SelectiveScanFn = through_apply("SelectiveScanFn", selective_scan_fn)
+MambaInnerFn = through_apply("MambaInnerFn", mamba_inner_fn)
+MambaInnerFnNoOutProj = through_apply("MambaInnerFnNoOutProj", mamba_inner_fn_no_out_proj)
+BiMambaInnerFn = through_apply("BiMambaInnerFn", bimamba_inner_fn)
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("bimamba_inner_fn", "bimamba_inner_ref", "mamba_inner_fn_no_out_proj"):
-        raise ImportError(
-            f"{name} belongs to a modified copy of mamba_ssm (Vision Mamba and its relatives), not to the official "
-            "package, and is not covered by mambakit.compat"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def rms_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-6, is_rms_norm: bool = True
+) -> Tensor:
+    return layer_norm_fn(x, weight, bias, eps=eps, is_rms_norm=is_rms_norm)
+
+
+def _check_selective_scan_cuda() -> None:
+    """The extension is always there."""

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.inference.sampling import Sampler
 
 __all__ = ["GenerationMixin", "InferenceParams", "decode", "sample"]
+
+__getattr__ = gpu_only(__name__, graphs="DecodingCGCache update_graph_cache capture_graph")
 
 
 @dataclass
@@ -48,6 +51,25 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, min_p: float = 0.
     chosen = Sampler(top_k=top_k or None, top_p=top_p or None, min_p=None if top_k else min_p or None)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return torch.multinomial(torch.softmax(chosen.filtered(wide), dim=-1), num_samples=1)[:, 0]
+
+
+def modify_logits_for_min_p_filtering(logits: Tensor, min_p: float) -> None:
+    """Logits below `min_p` become minus infinity, in place; none with a `min_p` outside of (0, 1)."""
+    if 0.0 < min_p < 1.0:
+        logits.masked_fill_(logits < min_p, float("-inf"))
+
+
+def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
+    """All but the `top_k` largest become minus infinity, in place."""
+    logits.masked_fill_(logits < torch.topk(logits, top_k)[0][..., -1:], float("-inf"))
+
+
+def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
+    """The smallest ones with a probability of at most `1 - top_p` together become minus infinity, in place."""
+    if 0.0 < top_p < 1.0:
+        ordered, order = torch.sort(logits)
+        dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        logits.masked_fill_(dropped.scatter(1, order, dropped), float("-inf"))
 
 
 def modify_logit_for_repetition_penalty(

@@ -1,7 +1,7 @@
 // A whole language model on one token of every row: embedding, parts, norm and head in one call.
 //
-// Rows may be tokens of one text that follow one another: each reads the states that the one before it wrote. Their
-// logits are those of one call per token, to the last digit, while the weights are read once.
+// Rows may be tokens of one text that follow one another. Their logits are those of one call per token, to the last
+// digit, while weights and large states are read once. Without rows, a call only writes again what is noted.
 //
 // Two to four parallel regions per part, since each costs microseconds.
 #pragma once
@@ -40,14 +40,24 @@ struct Decode {
         const DecodeModel* model;
         int64_t batch;
         const int64_t *ids, *text;      // [batch]: a token, and the number of its text
-        const int64_t *before, *after;  // [batch]: the states that it reads and writes, of those of each part
-        float* logits;                  // after these tokens, [batch][head.rows]
+        const int64_t *before, *after;  // [batch]: the places that it reads and writes
+        const Run* run;                 // [runs], where rows have an order
+        int64_t runs;
+        const int64_t* again;  // places of notes
+        bool stays;            // as in Rows
+        float* logits;         // after these tokens, [batch][head.rows]
     )
 };
 
-static void run_part(const DecodePart& part, const Decode& call, bool in_order, const float* input, float* residual) {
+static void run_part(const DecodePart& part, const Decode& call, const float* input, float* residual) {
     const Results onto = {residual, part.norm.width, true, part.scale};
-    const Passing x = {part.norm, call.batch, input, onto, {call.before, call.after, in_order}, call.text};
+    const Rows rows = {call.text, call.before, call.after, call.run, call.runs, call.again, call.stays};
+    const Passing x = {part.norm, call.batch, input, onto, rows};
+    if (!call.batch) {
+        if (part.kind == 2) run_heads(*(const Mamba2Part*)part.block, x, nullptr, nullptr);
+        if (part.kind == 3) run_heads(*(const Mamba3Part*)part.block, x, nullptr, nullptr);
+        return;
+    }
     if (part.kind == 1) run_part(*(const Mamba1Part*)part.block, x);
     if (part.kind == 2) run_part(*(const Mamba2Part*)part.block, x);
     if (part.kind == 3) run_part(*(const Mamba3Part*)part.block, x);
@@ -66,8 +76,6 @@ static void decode(const Decode& call) {
             store_part(residual + row * width + i, splat(model.embedding_scale) * load_part(embedded + i, count), count);
         });
     }
-    bool in_order = false;
-    for (int64_t row = 0; row < batch; row++) in_order |= call.before[row] != call.after[row];
     const float* input = residual;
     for (int64_t q = 0; q < model.parts; q++) {
         const bool shared = q + 1 < model.parts && model.part[q + 1].beside;
@@ -79,9 +87,10 @@ static void decode(const Decode& call) {
                 input = kept;
             }
         }
-        run_part(model.part[q], call, in_order, input, residual);
+        run_part(model.part[q], call, input, residual);
     }
-    const Passing last = {model.norm_f, batch, residual, {}, {}, nullptr};
+    if (!batch) return;
+    const Passing last = {model.norm_f, batch, residual, {}, {}};
     project_normed(model.head, last, {call.logits, model.head.rows, false, model.logits_scale});
 }
 

@@ -28,8 +28,7 @@ struct Passing {
     int64_t batch;
     const float* input;
     Results onto;
-    Places places;        // of states
-    const int64_t* text;  // [batch]: whose token it is
+    Rows rows;
 };
 
 static void normalise(const Norm& norm, const float* x, float* y) {

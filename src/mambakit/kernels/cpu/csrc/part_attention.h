@@ -143,7 +143,7 @@ struct AttentionRow {
 static AttentionRow enter_slot(
     const AttentionPart& a, const Passing& x, int64_t row, const float* projected, float* turns) {
     const AttentionStep& s = a.step;
-    const int64_t p = s.p, pitch = s.kv_heads * p, position = a.position[x.places.read(row)], text = x.text[row];
+    const int64_t p = s.p, pitch = s.kv_heads * p, position = a.position[x.rows.read(row)], text = x.rows.text_of(row);
     const int64_t slot = position - a.first[text], seen = s.seen(position);
     float *cosine = turns, *sine = turns + s.angles;
     // In double, as an angle counts modulo a turn.
@@ -158,7 +158,7 @@ static AttentionRow enter_slot(
     const float *key = projected + s.heads * p, *value = key + pitch;
     for (int64_t kv = 0; kv < s.kv_heads; kv++) turn_head(s, cosine, sine, 1.0f, key + kv * p, k + kv * p);
     copy(value, pitch, v);
-    a.position[x.places.written(row)] = position + 1;
+    a.position[x.rows.written(row)] = position + 1;
     return {seen, k - (seen - 1) * pitch, v - (seen - 1) * pitch, cosine, sine};
 }
 

@@ -1,4 +1,5 @@
-// The three Mambas as parts of a decoded model. What they carry lies place by place: [places][...].
+// The three Mambas as parts of a decoded model. States of heads lie text by text and have notes, everything else that is
+// carried lies place by place.
 #pragma once
 
 #include "part.h"
@@ -41,8 +42,8 @@ static void run_part(const Mamba1Part& m, const Passing& x) {
         // The channels just computed, as far as they are values and not gates.
         const int64_t stop = least(end, i);
         for (int64_t row = 0; row < batch && begin < stop; row++) {
-            const float* before = m.window + x.places.read(row) * i * s.k;
-            float* after = m.window + x.places.written(row) * i * s.k;
+            const float* before = m.window + x.rows.read(row) * i * s.k;
+            float* after = m.window + x.rows.written(row) * i * s.k;
             mamba1_step_conv(s, projected + row * 2 * i, before, after, inner + row * i, begin, stop);
         }
     });
@@ -59,8 +60,8 @@ static void run_part(const Mamba1Part& m, const Passing& x) {
     auto scan = [&](int64_t begin, int64_t end) {
         multiply(m.dt_proj, begin, end, dt_b_c, small, batch, {dt, i, false});
         for (int64_t row = 0; row < batch; row++) {
-            const float* before = m.state + x.places.read(row) * i * s.r;
-            float* after = m.state + x.places.written(row) * i * s.r;
+            const float* before = m.state + x.rows.read(row) * i * s.r;
+            float* after = m.state + x.rows.written(row) * i * s.r;
             const float* b = dt_b_c + row * small + rank;
             mamba1_step_scan(s, projected + row * 2 * i, inner + row * i, dt + row * i, b, b + s.r, before, after,
                              out + row * i, begin, end);
@@ -76,7 +77,7 @@ struct Mamba2Part {
         Mamba2Step step;
         Matrix in_proj, out_proj;
         float z_scale, x_scale, B_scale, C_scale, dt_scale;  // of the parts of what in_proj returns
-        float *window, *state;
+        float *window, *state, *notes;
     )
 };
 
@@ -93,6 +94,10 @@ static void scale_projected(const Mamba2Part& m, float* projected, int64_t begin
     }
 }
 
+static void run_heads(const Mamba2Part& m, const Passing& x, const float* projected, float* out) {
+    mamba2_step_heads({m.step, x.batch, projected, m.window, m.window, m.state, m.state, out}, x.rows, m.notes);
+}
+
 static void run_part(const Mamba2Part& m, const Passing& x) {
     const Mamba2Step& s = m.step;
     const int64_t wide = s.projected(), inner = s.mlp + s.width();
@@ -102,7 +107,7 @@ static void run_part(const Mamba2Part& m, const Passing& x) {
                  {projected, wide, false});
         for (int64_t row = 0; row < x.batch; row++) scale_projected(m, projected + row * wide, begin, end);
     });
-    mamba2_step_heads({s, x.batch, projected, m.window, m.window, m.state, m.state, out}, x.places);
+    run_heads(m, x, projected, out);
     project(m.out_proj, x.batch, x.onto, [&](int64_t row, float* to) {
         copy(out + row * inner + s.mlp, s.width(), to + s.mlp);
         mamba2_step_finish(s, projected + row * wide, to);
@@ -113,17 +118,21 @@ struct Mamba3Part {
     MK_FIELDS(Mamba3Part,
         Mamba3Step step;
         Matrix in_proj, out_proj;
-        float *state, *k_state, *v_state, *angle;
+        float *state, *k_state, *v_state, *angle, *notes;
     )
 };
+
+static void run_heads(const Mamba3Part& m, const Passing& x, const float* projected, float* out) {
+    const Mamba3Carried carried = {m.state, m.k_state, m.v_state, m.angle};
+    mamba3_step({m.step, x.batch, projected, carried, carried, out}, x.rows, m.notes);
+}
 
 static void run_part(const Mamba3Part& m, const Passing& x) {
     const Mamba3Step& s = m.step;
     const int64_t wide = s.projected();
     float *projected = scratch<DECODE_PROJECTED>(x.batch * wide), *out = scratch<DECODE_INNER>(x.batch * s.width());
-    const Mamba3Carried carried = {m.state, m.k_state, m.v_state, m.angle};
     project_normed(m.in_proj, x, {projected, wide, false});
-    mamba3_step({s, x.batch, projected, carried, carried, out}, x.places);
+    run_heads(m, x, projected, out);
     project(m.out_proj, x.batch, x.onto, [&](int64_t row, float* to) { copy(out + row * s.width(), s.width(), to); });
 }
 

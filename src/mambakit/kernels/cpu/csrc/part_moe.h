@@ -97,12 +97,12 @@ struct ExpertRows {
     int64_t expert, first, count;
 };
 
-// y = the rows' products with each expert's part of `m`, `each` rows of it. x[pairs][columns] has the inputs in the order
-// of the experts; rows [begin, end) of the parts.
+// y = the rows' products with each expert's part of `m`, `each` rows of it. x[pairs][stored columns] has the inputs in the
+// order of the experts; rows [begin, end) of the parts.
 static void multiply_experts(
     const Matrix& m, int64_t each, const ExpertRows& rows, int64_t begin, int64_t end, const float* x, float* y) {
-    const int64_t skipped = rows.expert * each;
-    multiply(m, skipped + begin, skipped + end, x + rows.first * m.columns, m.columns, rows.count,
+    const int64_t skipped = rows.expert * each, stored = stored_columns(m);
+    multiply(m, skipped + begin, skipped + end, x + rows.first * stored, stored, rows.count,
              {y + rows.first * each - skipped, each, false});
 }
 
@@ -124,14 +124,17 @@ static void run_part(const MoePart& m, const Passing& x) {
     else
         for (int64_t row = 0; row < batch; row++) normalise(x.norm, x.input + row * model, input + row * model);
 
-    float* gathered = scratch<DECODE_GATHERED>(pairs * (width + s.hidden));
-    float* active = gathered + pairs * width;
+    // What experts read, with zeros up to the columns that are stored.
+    const int64_t entering = stored_columns(m.experts_in), leaving = stored_columns(m.experts_out);
+    float* gathered = scratch<DECODE_GATHERED>(pairs * (entering + leaving));
+    float* active = gathered + pairs * entering;
     int64_t experts = 0, at = 0;
     for (int64_t e = 0; e < n; e++) {
         const int64_t first = at;
         for (int64_t pair = 0; pair < pairs; pair++)
             if (expert[pair] == e) {
-                copy(input + pair / k * width, width, gathered + at * width);
+                copy(input + pair / k * width, width, gathered + at * entering);
+                clear(gathered + at * entering + width, entering - width);
                 place[pair] = at++;
             }
         if (at > first) chosen[experts++] = {e, first, at - first};
@@ -146,8 +149,10 @@ static void run_part(const MoePart& m, const Passing& x) {
     };
     if (experts * wide * bytes_per_row(m.experts_in) < WORTH_A_THREAD) enter(0, experts * wide);
     else parallel(experts * wide, enter);
-    for (int64_t pair = 0; pair < pairs; pair++)
-        activate_hidden(s.mlp(), hidden + pair * wide, s.hidden, active + pair * s.hidden);
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        activate_hidden(s.mlp(), hidden + pair * wide, s.hidden, active + pair * leaving);
+        clear(active + pair * leaving + s.hidden, leaving - s.hidden);
+    }
 
     float* out = scratch<DECODE_INNER>(pairs * width);
     auto leave = [&](int64_t begin, int64_t end) {

@@ -15,11 +15,23 @@ constexpr int64_t STATE_AHEAD = 2048;
 // Entries of the state below which a step stays in the calling thread.
 constexpr int64_t STEP_ALONE = 1 << 15;
 
-// Which states each row of a call reads and which it writes, by their numbers; null: those of its own number.
-struct Places {
-    const int64_t *before = nullptr, *after = nullptr;
-    bool in_order = false;  // a row may read what one before it writes
+// Rows [row, row_end) of a call that are consecutive tokens of one text, after others whose notes are there already:
+// those at the places again[note], ..., again[note_end - 1].
+struct Run {
+    int64_t text, note, note_end, row, row_end;
+};
 
+// The rows of a call. What a text carries is small and has a place for each token that may be taken back, or it is large:
+// then there is one for each text, and places have notes of what tokens write into it. Null: a row's own number.
+struct Rows {
+    const int64_t *text = nullptr, *before = nullptr, *after = nullptr;  // places that a row reads and writes
+    // Where rows have an order. Of a run, all notes and the first row stay in the text's state, or nothing does.
+    const Run* run = nullptr;
+    int64_t runs = 0;
+    const int64_t* again = nullptr;
+    bool stays = true;
+
+    int64_t text_of(int64_t row) const { return text ? text[row] : row; }
     int64_t read(int64_t row) const { return before ? before[row] : row; }
     int64_t written(int64_t row) const { return after ? after[row] : row; }
 };
@@ -125,20 +137,57 @@ static void pass_state(const StatePass& s) {
     for (int64_t reader = 4; reader < s.readers; reader += 4) pass_readers<false>(s, reader, s.readers - reader);
 }
 
-// body(row, begin, end) over the units (heads, channels) of all rows. Too little work is not worth waking threads for.
-// Where rows have an order, a thread takes all of them through its units.
+// Numbers in the note of what a token writes into one head's state: decay, coef[writers][p], write[writers][r].
+static int64_t note_size(int64_t p, int64_t r, int64_t writers) { return 1 + writers * (p + r); }
+
+static void take_note(const StatePass& s, float* note) {
+    *note = s.decay;
+    copy(s.coef, s.writers * s.p, note + 1);
+    copy(s.write, s.writers * s.r, note + 1 + s.writers * s.p);
+}
+
+// The same pass as when the note was taken, so that it gives the same to the last digit. What it reads is dropped.
+static void write_again(const float* note, StatePass s) {
+    s.decay = *note;
+    s.coef = note + 1;
+    s.read = s.write = note + 1 + s.writers * s.p;
+    pass_state(s);
+}
+
+// The states [texts][heads][p][r] of all runs: notes, then body(row, head, in, out, note) for the rows of each. Every head
+// stays in one thread, and between notes and rows in its memory.
 template <class Body>
-static void step_parallel(int64_t rows, int64_t units, int64_t unit_size, bool in_order, const Body& body) {
-    const bool alone = rows * units * unit_size < STEP_ALONE;
-    if (in_order) {
-        auto share = [&](int64_t begin, int64_t end) {
-            for (int64_t unit = begin; unit < end; unit++)
-                for (int64_t row = 0; row < rows; row++) body(row, unit, unit + 1);
-        };
-        if (alone) share(0, units);
-        else parallel(units, share);
-        return;
-    }
+static void step_runs(const Rows& rows, int64_t heads, StatePass of, float* state, float* notes, const Body& body) {
+    const int64_t size = of.p * of.r, note = note_size(of.p, of.r, of.writers);
+    auto note_of = [&](int64_t place, int64_t head) { return notes + (place * heads + head) * note; };
+    auto share = [&](int64_t begin, int64_t end) {
+        float* ahead = scratch<STEP_STATE>(size + of.readers * of.p);
+        for (int64_t head = begin; head < end; head++)
+            for (const Run* run = rows.run; run < rows.run + rows.runs; run++) {
+                float* own = state + (run->text * heads + head) * size;
+                StatePass pass = of;
+                pass.in = own;
+                pass.out = rows.stays ? own : ahead;
+                pass.y = ahead + size;
+                for (int64_t n = run->note; n < run->note_end; n++) {
+                    write_again(note_of(rows.again[n], head), pass);
+                    pass.in = pass.out;
+                }
+                for (int64_t row = run->row; row < run->row_end; row++) {
+                    const bool stays = rows.stays && row == run->row;
+                    pass.out = stays ? own : ahead;
+                    body(row, head, pass.in, pass.out, stays ? nullptr : note_of(rows.written(row), head));
+                    pass.in = pass.out;
+                }
+            }
+    };
+    if (rows.runs * heads * size < STEP_ALONE) share(0, heads);
+    else parallel(heads, share);
+}
+
+// body(row, begin, end) over the units (heads, channels) of all rows. Too little work is not worth waking threads for.
+template <class Body>
+static void step_parallel(int64_t rows, int64_t units, int64_t unit_size, const Body& body) {
     auto share = [&](int64_t begin, int64_t end) {
         while (begin < end) {
             int64_t row = begin / units, stop = least((row + 1) * units, end);
@@ -146,7 +195,7 @@ static void step_parallel(int64_t rows, int64_t units, int64_t unit_size, bool i
             begin = stop;
         }
     };
-    if (alone) share(0, rows * units);
+    if (rows * units * unit_size < STEP_ALONE) share(0, rows * units);
     else parallel(rows * units, share);
 }
 

@@ -107,7 +107,7 @@ static void mamba1_step_scan(const Mamba1StepScan& call) {
     const Mamba1Step& s = call.step;
     const int64_t i = s.channels, blocks = ceil_div(i, W);  // threads share whole vectors
     // An entry with its two exponentials costs several of the other families'.
-    step_parallel(call.batch, blocks, 3 * W * s.r, false, [&](int64_t row, int64_t begin, int64_t end) {
+    step_parallel(call.batch, blocks, 3 * W * s.r, [&](int64_t row, int64_t begin, int64_t end) {
         const float* b = call.dt_b_c + row * (call.dt_rank + 2 * s.r) + call.dt_rank;
         const int64_t state = row * i * s.r;
         mamba1_step_scan(s, call.projected + row * 2 * i, call.x + row * i, call.dt + row * i, b, b + s.r,

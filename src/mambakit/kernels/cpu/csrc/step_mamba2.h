@@ -47,11 +47,11 @@ static void mamba2_step_skip_and_gate(const Mamba2Step& s, int64_t head, const f
     });
 }
 
-// Then the heads [head_begin, head_end), in any order and any thread. window and state are a row's own, whole; out is
-// [mlp + width].
+// Then the heads [head_begin, head_end), in any order and any thread. window is a row's own, whole, state that of these
+// heads; out is [mlp + width]. `note` may be null.
 static void mamba2_step(
     const Mamba2Step& s, const float* projected, const float* bc, const float* window_in, float* window_out,
-    const float* state_in, float* state_out, float* out, int64_t head_begin, int64_t head_end) {
+    const float* state_in, float* state_out, float* note, float* out, int64_t head_begin, int64_t head_end) {
     const int64_t count = (head_end - head_begin) * s.p;
     float* x = scratch<STEP_HEAD>(count + s.p);
     float* coef = x + count;
@@ -63,8 +63,10 @@ static void mamba2_step(
         float dt = softplus_clamped(projected[s.dt() + head] + s.dt_bias[head], s.dt_low, s.dt_high);
         float decay = vexp(splat(-dt) * vexp(splat(s.A_log[head])))[0];
         for (int64_t i = 0; i < s.p; i++) coef[i] = dt * x[i];
-        int64_t at = head * s.p * s.r;
-        pass_state(StatePass{s.p, s.r, decay, 1, 1, b, coef, c, state_in + at, state_out + at, y});
+        const int64_t at = (head - head_begin) * s.p * s.r;
+        const StatePass pass = {s.p, s.r, decay, 1, 1, b, coef, c, state_in + at, state_out + at, y};
+        if (note) take_note(pass, note + (head - head_begin) * note_size(s.p, s.r, 1));
+        pass_state(pass);
         mamba2_step_skip_and_gate(s, head, projected + s.z() + head * s.p, x, y);
     }
 }
@@ -102,26 +104,37 @@ struct Mamba2StepCall {
     )
 };
 
-// All but mamba2_step_finish. Windows and states are those at each row's places.
-static void mamba2_step_heads(const Mamba2StepCall& call, const Places& places) {
+// All but mamba2_step_finish. Windows are those at each row's places; what enters a state is what leaves it, where rows
+// have an order.
+static void mamba2_step_heads(const Mamba2StepCall& call, const Rows& rows, float* notes) {
     const Mamba2Step& s = call.step;
     const int64_t window = s.conv_dim() * s.k, state = s.width() * s.r, bc = 2 * s.groups * s.r;
     const int64_t wide = s.projected(), inner = s.mlp + s.width();
     float* all_bc = scratch<STEP_ROWS>(call.batch * bc);
     for (int64_t row = 0; row < call.batch; row++)
-        mamba2_step_begin(s, call.projected + row * wide, call.window_in + places.read(row) * window,
-                          call.window_out + places.written(row) * window, all_bc + row * bc);
-    step_parallel(call.batch, s.heads, s.p * s.r, places.in_order, [&](int64_t row, int64_t begin, int64_t end) {
-        const int64_t before = places.read(row), after = places.written(row);
-        mamba2_step(s, call.projected + row * wide, all_bc + row * bc, call.window_in + before * window,
-                    call.window_out + after * window, call.state_in + before * state, call.state_out + after * state,
-                    call.out + row * inner, begin, end);
+        mamba2_step_begin(s, call.projected + row * wide, call.window_in + rows.read(row) * window,
+                          call.window_out + rows.written(row) * window, all_bc + row * bc);
+    auto step = [&](int64_t row, int64_t begin, int64_t end, const float* in, float* out, float* note) {
+        mamba2_step(s, call.projected + row * wide, all_bc + row * bc, call.window_in + rows.read(row) * window,
+                    call.window_out + rows.written(row) * window, in, out, note, call.out + row * inner, begin, end);
+    };
+    if (rows.runs) {
+        const StatePass of = {s.p, s.r, 0, 1, 1};
+        step_runs(rows, s.heads, of, call.state_out, notes,
+                  [&](int64_t row, int64_t head, const float* in, float* out, float* note) {
+                      step(row, head, head + 1, in, out, note);
+                  });
+        return;
+    }
+    step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
+        const int64_t at = rows.text_of(row) * state + begin * s.p * s.r;
+        step(row, begin, end, call.state_in + at, call.state_out + at, nullptr);
     });
 }
 
 static void mamba2_step(const Mamba2StepCall& call) {
     const Mamba2Step& s = call.step;
-    mamba2_step_heads(call, {});
+    mamba2_step_heads(call, {}, nullptr);
     for (int64_t row = 0; row < call.batch; row++)
         mamba2_step_finish(s, call.projected + row * s.projected(), call.out + row * (s.mlp + s.width()));
 }

@@ -106,22 +106,26 @@ static void mamba3_step_expand(const Mamba3Step& s, int64_t head, float weight, 
         });
 }
 
-// What is carried at a place, one of several in a row: state[heads][p][r], k_state[ranks][heads][r], v_state[heads][p], angle[heads][kept_angles].
+// What is carried from token to token: state[heads][p][r], k_state[ranks][heads][r], v_state[heads][p],
+// angle[heads][kept_angles], each several times.
 struct Mamba3Carried {
     MK_FIELDS(Mamba3Carried,
         float *state, *k_state, *v_state, *angle;
     )
 
+    // All but the state.
     Mamba3Carried at(const Mamba3Step& s, int64_t place) const {
-        return {state + place * s.width() * s.r, k_state + place * s.ranks * s.heads * s.r, v_state + place * s.width(),
+        return {nullptr, k_state + place * s.ranks * s.heads * s.r, v_state + place * s.width(),
                 angle + place * s.heads * s.kept_angles()};
     }
 };
 
-// Then the heads [head_begin, head_end), in any order and any thread; out is [heads * p].
+// Then the heads [head_begin, head_end), in any order and any thread, with the states of these heads; out is [heads * p].
+// `note` may be null.
 static void mamba3_step(
     const Mamba3Step& s, const float* projected, const float* shared, const Mamba3Carried& before,
-    const Mamba3Carried& after, float* out, int64_t head_begin, int64_t head_end) {
+    const Mamba3Carried& after, const float* state_in, float* state_out, float* note, float* out, int64_t head_begin,
+    int64_t head_end) {
     const int64_t m = s.ranks, p = s.p, r = s.r;
     const Pairs pairs = {r, s.angles, !s.half};
     float* write = scratch<STEP_HEAD>(3 * m * r + 3 * m * p + 2 * (r + 2 * W) + s.angles);
@@ -147,8 +151,10 @@ static void mamba3_step(
         mamba3_step_expand(s, head, token.beta, before.v_state + head * p, coef);
         mamba3_step_expand(s, head, token.gamma, x, coef + m * p);
         copy(x, p, after.v_state + head * p);
-        const int64_t at = head * p * r;
-        pass_state(StatePass{p, r, token.decay, 2 * m, m, write, coef, read, before.state + at, after.state + at, y});
+        const int64_t at = (head - head_begin) * p * r;
+        const StatePass pass = {p, r, token.decay, 2 * m, m, write, coef, read, state_in + at, state_out + at, y};
+        if (note) take_note(pass, note + (head - head_begin) * note_size(p, r, 2 * m));
+        pass_state(pass);
         mamba3_step_read_out(s, head, z, x, y, out + head * p);
     }
 }
@@ -164,19 +170,32 @@ struct Mamba3StepCall {
     )
 };
 
-// What is carried is that at each row's places.
-static void mamba3_step(const Mamba3StepCall& call, const Places& places) {
+// What is carried is that at each row's places, but for states: what enters one is what leaves it, where rows have an
+// order.
+static void mamba3_step(const Mamba3StepCall& call, const Rows& rows, float* notes) {
     const Mamba3Step& s = call.step;
     float* shared = scratch<STEP_ROWS>(call.batch * s.shared());
     for (int64_t row = 0; row < call.batch; row++)
         mamba3_step_begin(s, call.projected + row * s.projected(), shared + row * s.shared());
-    step_parallel(call.batch, s.heads, s.p * s.r, places.in_order, [&](int64_t row, int64_t begin, int64_t end) {
+    auto step = [&](int64_t row, int64_t begin, int64_t end, const float* in, float* out, float* note) {
         mamba3_step(s, call.projected + row * s.projected(), shared + row * s.shared(),
-                    call.before.at(s, places.read(row)), call.after.at(s, places.written(row)),
+                    call.before.at(s, rows.read(row)), call.after.at(s, rows.written(row)), in, out, note,
                     call.out + row * s.width(), begin, end);
+    };
+    if (rows.runs) {
+        const StatePass of = {s.p, s.r, 0, 2 * s.ranks, s.ranks};
+        step_runs(rows, s.heads, of, call.after.state, notes,
+                  [&](int64_t row, int64_t head, const float* in, float* out, float* note) {
+                      step(row, head, head + 1, in, out, note);
+                  });
+        return;
+    }
+    step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
+        const int64_t at = (rows.text_of(row) * s.heads + begin) * s.p * s.r;
+        step(row, begin, end, call.before.state + at, call.after.state + at, nullptr);
     });
 }
 
-static void mamba3_step(const Mamba3StepCall& call) { mamba3_step(call, {}); }
+static void mamba3_step(const Mamba3StepCall& call) { mamba3_step(call, {}, nullptr); }
 
 }  // namespace MK_ISA

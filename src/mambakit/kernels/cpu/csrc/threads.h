@@ -68,6 +68,7 @@ enum Slot {
     PRODUCT_SCALES,
     STEP_ROWS,  // the calling thread's
     STEP_HEAD,
+    STEP_STATE,
     STEP_SCORES,
     DECODE_RESIDUAL,  // the calling thread's, like those that follow
     DECODE_INPUT,

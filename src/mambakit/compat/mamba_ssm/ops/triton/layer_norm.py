@@ -7,11 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks import modules
-from mambakit.compat.arguments import check_channels, in_one_precision, in_the_order, of_tensors
+from mambakit.compat.arguments import check_channels, in_one_precision, in_the_order, of_tensors, through_apply
+from mambakit.compat.gpu_only import gpu_only
+from mambakit.compat.gradients import pulled_back
+from mambakit.compat.references.norms import layer_norm_ref
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.shapes import check_floats
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
+__all__ += ["LayerNormFn", "LayerNormLinearFn", "_layer_norm_bwd", "_layer_norm_fwd"]
+
+__getattr__ = gpu_only(
+    __name__,
+    kernels="_layer_norm_fwd_1pass_kernel _layer_norm_bwd_kernel",
+    tiles="config_prune configs_autotune pruned_configs_autotune",
+)
 
 SUMMED = "x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm"
 """The arguments that all forms begin with."""
@@ -92,31 +102,6 @@ def layer_norm_linear_fn(
     return (y, total) if prenorm else y
 
 
-@in_the_order(f"{SUMMED}, dropout_mask, dropout_mask1, upcast, is_rms_norm", layer_norm_fn)
-def layer_norm_ref(
-    *,
-    x: Tensor,
-    x1: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
-    **given: Any,
-) -> Any:
-    """`layer_norm_fn` with given dropout masks, true where an entry is kept. It always computes in at least float32."""
-    if rowscale is not None:
-        x = x * rowscale[..., None]
-    if dropout_mask is not None:
-        x = x.masked_fill(~dropout_mask, 0.0) / (1 - dropout_p)
-        if x1 is not None and dropout_mask1 is not None:
-            x1 = x1.masked_fill(~dropout_mask1, 0.0) / (1 - dropout_p)
-        elif x1 is not None:
-            x1 = F.dropout(x1, dropout_p)
-        dropout_p = 0.0
-    return layer_norm_fn(x, x1=x1, dropout_p=dropout_p, **given)
-
-
 @in_the_order(f"{SUMMED}, dropout_mask, dropout_mask1, upcast", layer_norm_ref)
 def rms_norm_ref(**given: Any) -> Any:
     """`layer_norm_ref` with RMSNorm."""
@@ -156,3 +141,107 @@ class RMSNorm(modules.RMSNorm):
         dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
         options = {"residual": residual, "prenorm": prenorm, "residual_in_fp32": residual_in_fp32, "is_rms_norm": True}
         return layer_norm_fn(x, self.weight, None, eps=self.eps, dropout_p=dropout_p, **options)
+
+
+@of_tensors
+@torch.no_grad()
+def _layer_norm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[Any, ...]:
+    """`(y, y1, mean, rstd, sum, seeds, mask, mask1)` of rows (m, n); statistics (m), no mean with RMS.
+
+    Without anything to add and in its own dtype the sum is `x` itself. There are no seeds: dropout is not repeatable,
+    so it has no backward here.
+    """
+    kept = residual.dtype if residual is not None else residual_dtype or x.dtype
+    options = {"eps": eps, "dropout_p": dropout_p, "rowscale": rowscale, "is_rms_norm": is_rms_norm}
+    given = (x, weight, bias, residual, x1, weight1, bias1)
+    y, *y1, total, mask, mask1 = layer_norm_fn(
+        *given, **options, prenorm=True, residual_in_fp32=True, return_dropout_mask=True
+    )
+    # The norms come in the dtype of `x`.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    summed = layer_norm_sum(total, x, residual, x1, rowscale, dropout_p, kept)
+    if out_dtype not in (None, x.dtype):
+        y, *y1 = (
+            normed(total.to(wide), w, b, eps, is_rms_norm).to(out_dtype)
+            for w, b in ((weight, bias), (weight1, bias1))
+            if w is not None
+        )
+    masks = (mask, mask1) if return_dropout_mask else (None, None)
+    return y, y1[0] if y1 else None, *statistics(total.to(wide), eps, is_rms_norm), summed, None, *masks
+
+
+def layer_norm_sum(total: Tensor, x: Tensor, *added: Any) -> Tensor:
+    """The sum as the official function returns it: `x` itself where there is nothing to add or to convert."""
+    residual, x1, rowscale, dropout_p, kept = added
+    is_x = residual is None and x1 is None and rowscale is None and not dropout_p and kept == x.dtype
+    return x if is_x else total.to(kept)
+
+
+def statistics(x: Tensor, eps: float, is_rms_norm: bool) -> tuple[Tensor | None, Tensor]:
+    """Mean, which RMS has none of, and the inverse of the deviation of each row."""
+    mean = None if is_rms_norm else x.mean(-1)
+    centred = x if mean is None else x - mean[..., None]
+    return mean, torch.rsqrt(centred.square().mean(-1) + eps)
+
+
+@of_tensors
+def _layer_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    dresidual: Tensor | None = None,
+    dy1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    seeds: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    has_residual: bool = False,
+    has_x1: bool = False,
+    is_rms_norm: bool = False,
+    x_dtype: torch.dtype | None = None,
+    recompute_output: bool = False,
+) -> tuple[Any, ...]:
+    """`(dx, dweight, dbias, dresidual, dx1, dweight1, dbias1)`, and if asked for `y`; `x` is what was normed."""
+    if dropout_p:
+        raise NotImplementedError("_layer_norm_bwd with dropout repeats the random numbers of a kernel for a GPU")
+    wide = torch.promote_types(x.dtype, torch.float32)
+
+    def forward(x: Tensor, weight: Tensor, bias: Any, weight1: Any, bias1: Any) -> Any:
+        y = normed(x, weight, bias, eps, is_rms_norm)
+        return y if weight1 is None else (y, normed(x, weight1, bias1, eps, is_rms_norm))
+
+    inputs = (x.to(wide), weight, bias, weight1, bias1)
+    d_total, d_weight, d_bias, d_weight1, d_bias1 = pulled_back(
+        forward, inputs, (dy,) if weight1 is None else (dy, dy1)
+    )
+    d_total = d_total if dresidual is None else d_total + dresidual
+    dx = (d_total if rowscale is None else d_total * rowscale[:, None]).to(x_dtype or x.dtype)
+    grads = (dx, d_weight, d_bias, d_total.to(x.dtype) if has_residual else None, dx if has_x1 else None)
+    grads = (*grads, d_weight1, d_bias1)
+    if not recompute_output:
+        return grads
+    return *grads, normed(x.to(wide), weight, bias, eps, is_rms_norm).detach().to(dy.dtype)
+
+
+LayerNormFn = through_apply("LayerNormFn", layer_norm_fn)
+LayerNormLinearFn = through_apply("LayerNormLinearFn", layer_norm_linear_fn)

@@ -1,18 +1,20 @@
 """One token of the scans, the state updated in place."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import in_full_precision, in_the_order, of_tensors, step_size
+from mambakit.compat.arguments import in_full_precision, of_tensors, step_size
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.mamba2_core import scan
+from mambakit.compat.references.scans import selective_state_update_ref
 from mambakit.compat.slots import Slots
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.shapes import bind
 
 __all__ = ["selective_state_update", "selective_state_update_ref"]
+
+__getattr__ = gpu_only(__name__, kernels="_selective_scan_update_kernel")
 
 
 @of_tensors
@@ -71,8 +73,3 @@ def is_per_head(dt: Tensor, A: Tensor, dt_bias: Tensor | None) -> bool:
         and dt.stride(-1) == 0
         and (dt_bias is None or dt_bias.stride(-1) == 0)
     )
-
-
-@in_the_order("state, x, dt, A, B, C, D, z, dt_bias, dt_softplus", selective_state_update)
-def selective_state_update_ref(**given: Any) -> Tensor:
-    return selective_state_update(**given)

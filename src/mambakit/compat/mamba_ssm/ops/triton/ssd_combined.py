@@ -6,15 +6,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambakit.compat.arguments import check_activation, in_one_precision, in_the_order, of_tensors, step_size
+from mambakit.compat.arguments import (
+    check_activation,
+    in_one_precision,
+    in_the_order,
+    of_tensors,
+    step_size,
+    through_apply,
+)
 from mambakit.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
+from mambakit.compat.gpu_only import gpu_only
+from mambakit.compat.gradients import pulled_back, written
 from mambakit.compat.mamba2_core import scan, scan_packed
 from mambakit.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from mambakit.compat.mamba_ssm.ops.triton.layernorm_gated import layernorm_fn
+from mambakit.compat.mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_fwd
+from mambakit.compat.mamba_ssm.ops.triton.ssd_chunk_scan import _chunk_scan_fwd
+from mambakit.compat.mamba_ssm.ops.triton.ssd_chunk_state import (
+    _chunk_cumsum_fwd,
+    _chunk_state_fwd,
+    chunk_state_varlen,
+)
+from mambakit.compat.mamba_ssm.ops.triton.ssd_state_passing import _state_passing_fwd
 from mambakit.compat.packing import segments_of
+from mambakit.compat.references.scans import (
+    mamba_conv1d_scan_ref,
+    mamba_split_conv1d_scan_ref,
+    ssd_chunk_scan_combined_ref,
+)
 from mambakit.ops.shapes import bind, check_floats
 
 __all__ = [
+    "MambaChunkScanCombinedFn",
+    "MambaSplitConv1dScanCombinedFn",
+    "_mamba_chunk_scan_combined_bwd",
+    "_mamba_chunk_scan_combined_fwd",
     "mamba_chunk_scan",
     "mamba_chunk_scan_combined",
     "mamba_conv1d_scan_ref",
@@ -24,6 +50,12 @@ __all__ = [
     "ssd_selective_scan",
 ]
 
+__getattr__ = gpu_only(
+    __name__,
+    kernels="_chunk_scan_chunk_state_bwd_dx_kernel",
+    partial="_chunk_scan_chunk_state_bwd_dx selective_scan_bwd",
+    tiles="init_to_zero ensure_stride",
+)
 ALL_STEPS = (0.0, float("inf"))
 
 
@@ -86,9 +118,6 @@ def mamba_chunk_scan_combined(
 @in_the_order("x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus", mamba_chunk_scan_combined)
 def mamba_chunk_scan(**given: Any) -> Tensor:
     return mamba_chunk_scan_combined(**given)
-
-
-ssd_chunk_scan_combined_ref = mamba_chunk_scan
 
 
 @of_tensors
@@ -208,46 +237,90 @@ def mamba_split_conv1d_scan_combined(
     return (out, final_states) if return_final_states else out
 
 
-@in_the_order(
-    "zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, dt_limit, activation, rmsnorm_weight, rmsnorm_eps, "
-    "outproj_weight, outproj_bias, headdim, ngroups, norm_before_gate",
-    mamba_split_conv1d_scan_combined,
-)
-def mamba_split_conv1d_scan_ref(**given: Any) -> Tensor:
-    """The function above without states. With several groups the official reference norms over all of them instead."""
-    return mamba_split_conv1d_scan_combined(**given)
-
-
 @of_tensors
-def mamba_conv1d_scan_ref(
-    xBC: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
+@torch.no_grad()
+def _mamba_chunk_scan_combined_fwd(
+    x: Tensor,
     dt: Tensor,
     A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
     D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = ALL_STEPS,
-    activation: str | None = "silu",
-    headdim: int | None = None,
-    ngroups: int = 1,
-) -> Tensor:
-    """Convolution and scan of `xBC` (b, s, ..): `out` (b, s, h p)."""
-    heads = dt.shape[2]
-    if z is not None:
-        headdim = z.shape[-1] // heads
-    elif D is not None and D.dim() == 2:
-        headdim = D.shape[1]
-    if headdim is None:
-        raise ValueError("headdim has to be given when neither z nor a D of two axes shows it")
-    xBC_conv = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, activation=activation)
-    assert isinstance(xBC_conv, Tensor)
-    width = heads * headdim
-    x, B, C = xBC_conv.mT.split((width, *[(xBC.shape[-1] - width) // 2] * 2), dim=-1)
-    x, z = (None if t is None else t.unflatten(-1, (heads, headdim)) for t in (x, z))
-    B, C = (t.unflatten(-1, (ngroups, -1)) for t in (B, C))
-    assert x is not None
-    return ssd_selective_scan(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit).flatten(-2)
+    state_dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:
+    """`(out, out_x, dt, dA_cumsum, states, final_states)`, and with `cu_seqlens` the state of every packed sequence.
+
+    `out_x` is the output before the gate, if there is one, `dt` and `dA_cumsum` are (b, h, n, l), `states` (b, n, h, p,
+    r) enter the chunks.
+    """
+    dA_cumsum, steps = _chunk_cumsum_fwd(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit)
+    added = _chunk_state_fwd(B, x, steps, dA_cumsum, seq_idx).flatten(3)
+    entered = None if initial_states is None else initial_states.flatten(2)
+    states, final_states = (
+        t.unflatten(-1, (x.shape[3], -1))
+        for t in _state_passing_fwd(added, dA_cumsum[..., -1], entered, seq_idx, chunk_size)
+    )
+    cb = _bmm_chunk_fwd(C, B, chunk_size, seq_idx, output_dtype=added.dtype)
+    out, out_x = _chunk_scan_fwd(cb, x, steps, dA_cumsum, C, states, D, z, seq_idx)
+    results = (out, out_x, steps, dA_cumsum, states.to(state_dtype or C.dtype), final_states)
+    if cu_seqlens is None:
+        return results
+    return *results, chunk_state_varlen(B[0], x[0], steps[0], dA_cumsum[0], cu_seqlens, states[0])
+
+
+@of_tensors
+def _mamba_chunk_scan_combined_bwd(
+    dout: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    out: Tensor | None,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dfinal_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = ALL_STEPS,
+    dx: Tensor | None = None,
+    ddt: Tensor | None = None,
+    dB: Tensor | None = None,
+    dC: Tensor | None = None,
+    dz: Tensor | None = None,
+    recompute_output: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:
+    """`(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_states)`, None for what was not given.
+
+    Tensors given for results are written. With `recompute_output` the output follows, with a gate the gated one. `out`
+    is not read.
+    """
+    inputs = (x, dt, A, B, C, D, z, dt_bias, initial_states)
+
+    def forward(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, initial_states: Any) -> Any:
+        options = (D, z, dt_bias, initial_states, seq_idx, None, dt_softplus, dt_limit)
+        return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, *options, return_final_states=True)
+
+    grads = pulled_back(forward, inputs, (dout, dfinal_states))
+    room = (dx, ddt, None, dB, dC, None, dz, None, None)
+    grads = tuple(g if g is None else written(g, r) for g, r in zip(grads, room, strict=True))
+    if not recompute_output:
+        return grads
+    with torch.no_grad():
+        return *grads, forward(*inputs)[0]
+
+
+MambaChunkScanCombinedFn = through_apply("MambaChunkScanCombinedFn", mamba_chunk_scan_combined)
+MambaSplitConv1dScanCombinedFn = through_apply("MambaSplitConv1dScanCombinedFn", mamba_split_conv1d_scan_combined)

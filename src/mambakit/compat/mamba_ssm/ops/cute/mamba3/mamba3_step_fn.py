@@ -5,10 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
+from mambakit.compat.references.rotary import selective_state_update_fused_ref_v2
 from mambakit.ops.shapes import bind
 from mambakit.ops.trapezoid import trapezoid
 
-__all__ = ["mamba3_step_fn"]
+__all__ = ["mamba3_step_fn", "selective_state_update_fused_ref_v2"]
+
+__getattr__ = gpu_only(__name__, kernels="Mamba3Step", tiles="transpose_view select get_gmem_tiled_copy _bytes_of")
 
 
 @of_tensors

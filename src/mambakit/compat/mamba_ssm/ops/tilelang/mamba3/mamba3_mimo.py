@@ -8,9 +8,12 @@ from torch import Tensor
 
 from mambakit.compat import mamba3_core
 from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.ops.norm import rms_norm
 
 __all__ = ["mamba3_mimo"]
+
+__getattr__ = gpu_only(__name__, partial="_Mamba3Function")
 
 
 @of_tensors

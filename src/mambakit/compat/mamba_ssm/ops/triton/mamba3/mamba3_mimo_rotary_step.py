@@ -1,16 +1,18 @@
 """The rotation of one token's Q and K."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from mambakit.compat.arguments import in_the_order, of_tensors
+from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.mamba3_core import turned_by
+from mambakit.compat.references.rotary import apply_rotary_qk_inference_reference
 from mambakit.ops.rotation import rotate_all
 from mambakit.ops.shapes import bind
 
 __all__ = ["apply_rotary_qk_inference_fwd", "apply_rotary_qk_inference_reference"]
+
+__getattr__ = gpu_only(__name__, kernels="rotary_qk_inference_kernel", tests="test_correctness_qk_inference")
 
 
 @of_tensors
@@ -45,10 +47,3 @@ def apply_rotary_qk_inference_fwd(
         return results
     with torch.no_grad():
         return q.copy_(results[0]), k.copy_(results[1]), angle_state.copy_(results[2])
-
-
-@in_the_order(
-    "q, k, angle_state, angle_proj, dt, bias_q, bias_k, conjugate, rotate_pairwise", apply_rotary_qk_inference_fwd
-)
-def apply_rotary_qk_inference_reference(**given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return apply_rotary_qk_inference_fwd(**given)

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from mambakit.compat import mamba3_core
 from mambakit.compat.arguments import of_tensors
+from mambakit.compat.gpu_only import gpu_only
 
 __all__ = ["mamba3_siso_combined"]
+
+__getattr__ = gpu_only(__name__, tiles="_triton_alloc_fn", partial="_Mamba3Function Mamba3Output")
 
 
 @of_tensors

@@ -5,9 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from mambakit.compat.arguments import in_the_order
+from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
 
 __all__ = ["mamba3_siso_step"]
+
+__getattr__ = gpu_only(__name__, kernels="mamba3_siso_step_kernel", tiles="_alloc_fn")
 
 
 @in_the_order("Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, Input_States", mamba3_siso_combined)

@@ -1,0 +1,140 @@
+"""Tokens per second with and without guessed tokens, and what calls of several tokens take.
+
+python -m benchmarks.speculation            trains a model once (some minutes, kept in build/speculation), then measures
+python -m benchmarks.speculation --calls    what calls of several tokens of a 130M model take, in steps
+
+The model is what `mambakit train` makes of Python's standard library, one token per byte. Prompts are pieces of files
+that it has not seen. Kinds are interleaved, prompt by prompt; times are those of the tokens after the prompts, and all
+kinds have to agree on these. "hostile" is text without any order by a model that has learned nothing.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mambakit as mk
+from benchmarks.measure import interleaved, median, progress, table, write_json
+from mambakit.cli.main import main as command
+from mambakit.inference.decoder import Decoder
+from mambakit.text.documents import hold_out, standard_library
+from mambakit.text.tokens import Bytes
+
+FOLDER = Path(__file__).parent.parent / "build" / "speculation"
+TRAIN = "--family mamba2 --d-model 256 --layers 8 --steps 600 --optimizer muon --no-tensorboard"
+SHARE = 0.05
+"""Of the text that `mambakit train` holds out unless told otherwise."""
+PROMPT, NEW = 400, 300
+TEMPERATURES = (0.0, 0.7)
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def trained(steps: int | None) -> Any:
+    if not (FOLDER / "model").exists():
+        words = [*TRAIN.split(), *([] if steps is None else ["--steps", str(steps)])]
+        command(["train", "--out", str(FOLDER), *words])
+    return mk.load_model(FOLDER / "model")
+
+
+def prompts(count: int) -> list[list[int]]:
+    """From the middle of files that were held out."""
+    _, held = hold_out(standard_library(), SHARE)
+    long = [document.content for document in held if len(document.content) > 4 * PROMPT]
+    pieces = [content[len(content) // 2 :][:PROMPT] for content in long[:: max(1, len(long) // count)]]
+    return [Bytes().encode(piece) for piece in pieces[:count]]
+
+
+def measure(model: mk.LanguageModel, given: list[list[int]], kinds: dict[str, Any], temperature: float) -> list[dict]:
+    """Of each kind: tokens per second after the prompts, and what was guessed."""
+    seconds, guessed, accepted = dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+    for number, ids in enumerate(given):
+        said: dict[str, list[int]] = {}
+        names = [*kinds][number % len(kinds) :] + [*kinds][: number % len(kinds)]
+        for name in names:
+            progress(f"prompt {number + 1} of {len(given)}: {name}")
+            run = mk.stream(model, ids, max_new_tokens=NEW, temperature=temperature, seed=number, speculate=kinds[name])
+            begun = time.perf_counter()
+            said[name] = [int(token) for token in run]
+            seconds[name] += time.perf_counter() - begun
+            if run._speculation is not None:
+                guessed[name] += run._speculation.guessed
+                accepted[name] += run._speculation.accepted
+        assert all(tokens == said[names[0]] for tokens in said.values()), "guesses changed what was said"
+    progress("")
+    tokens = len(given) * NEW
+    return [
+        {
+            "temperature": temperature,
+            "speculate": name,
+            "tokens/s": round(tokens / seconds[name], 1),
+            "guessed": guessed[name],
+            "accepted": accepted[name],
+            "x off": round(seconds["off"] / seconds[name], 2),
+        }
+        for name in kinds
+    ]
+
+
+def measure_texts(count: int, threads: int, steps: int | None) -> list[dict]:
+    model, given = trained(steps), prompts(count)
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    untrained = mk.LanguageModel(model.config)
+    noise = torch.randint(256, (max(2, count // 3), PROMPT)).tolist()
+    kinds = {"off": "off", "ngram": "ngram", "auto": "auto"}
+    rows = []
+    for name, one in {"float32": model, "int8": mk.quantize(model, 8)}.items():
+        for temperature in TEMPERATURES:
+            for row in measure(one, given, kinds, temperature):
+                rows.append({"threads": threads, "weights": name, "text": "code", **row})
+    for name, one in {"float32": untrained, "int8": mk.quantize(untrained, 8)}.items():
+        for row in measure(one, noise, kinds, 1.0):
+            rows.append({"threads": threads, "weights": name, "text": "hostile", **row})
+    drafted = {"off": "off", "a model": mk.quantize(model, 8)}
+    for row in measure(model, given[: max(2, count // 3)], drafted, 0.0):
+        rows.append({"threads": threads, "weights": "float32", "text": "code, an int8 copy guesses", **row})
+    return rows
+
+
+def measure_calls(threads: int, repeats: int) -> list[dict]:
+    """Of a 130M model with random weights: a call of so many tokens, in steps."""
+    torch.set_num_threads(threads)
+    rows = []
+    for family, block in {"Mamba-2": mk.Mamba2Config(d_model=768), "Mamba-1": mk.Mamba1Config(d_model=768)}.items():
+        torch.manual_seed(0)
+        plain = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=24, vocab_size=50_288))
+        for name, model in {"float32": plain, "int8": mk.quantize(plain, 8)}.items():
+            decoder = Decoder(model)
+            decoder.load(model.fresh_cache(1))
+            tasks = {length: lambda own=[[1] * length], d=decoder: d.chains(own) for length in LENGTHS}
+            times = interleaved(tasks, repeats)
+            step = median(times[1])
+            ratios = {str(length): round(median(times[length]) / step, 2) for length in LENGTHS}
+            rows.append(
+                {"threads": threads, "model": family, "weights": name, "step ms": round(1e3 * step, 2), **ratios}
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", action="store_true", help="what calls of several tokens take, and nothing else")
+    parser.add_argument("--prompts", type=int, default=9)
+    parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="of training, where there is no model yet")
+    given = parser.parse_args()
+    rows = []
+    for threads in given.threads:
+        if given.calls:
+            rows += measure_calls(threads, given.repeats)
+        else:
+            rows += measure_texts(given.prompts, threads, given.steps)
+    print(table([*rows[0]], [[str(cell) for cell in row.values()] for row in rows]))
+    write_json("speculation_calls" if given.calls else "speculation", {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

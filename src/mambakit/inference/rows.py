@@ -1,0 +1,118 @@
+"""Requests that are decoded together: their next tokens chosen by each one's own rules, and computed in one call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambakit.inference.constraints import constrained
+from mambakit.inference.requests import LogProbs, Request
+from mambakit.inference.sampling import Sampler, uniform
+
+
+class Group:
+    """Rows that are computed in one call of a decoder, each with its request."""
+
+    def __init__(self, decoder: Any, device: torch.device, room: int = 0):
+        self.requests: list[Request] = []
+        self.room = room
+        """How many may join."""
+        self.logits_bw = torch.empty(0, 0)
+        """After the tokens that were taken in last."""
+        self._decoder, self._device = decoder, device
+
+    def load(self, requests: Sequence[Request], cache: Any) -> None:
+        """These rows and no others, in their order."""
+        self._decoder.load(cache)
+        self.requests = list(requests)
+
+    def join(self, request: Request, cache: Any) -> None:
+        if self.requests:
+            self._decoder.join(cache)
+        else:
+            self._decoder.load(cache)
+        self.requests.append(request)
+
+    def leave(self, request: Request) -> None:
+        """The last row takes the place of this one."""
+        row, last = self.requests.index(request), self.requests.pop()
+        self._decoder.leave(row)
+        if last is not request:
+            self.requests[row] = last
+            if len(self.logits_bw) > len(self.requests):
+                self.logits_bw[row] = self.logits_bw[len(self.requests)]
+        self.logits_bw = self.logits_bw[: len(self.requests)]
+
+    def row(self, request: Request) -> Any:
+        """A copy of its cache."""
+        return self._decoder.row(self.requests.index(request))
+
+    def cache(self) -> Any:
+        """A copy of the caches of all rows."""
+        return self._decoder.cache()
+
+    def take_in(self) -> None:
+        """The newest token of every row."""
+        ids_b = torch.tensor([request.tokens[-1] for request in self.requests], device=self._device)
+        self.logits_bw = self._decoder.step(ids_b)
+
+
+def choose(requests: Sequence[Request], logits_bw: Tensor) -> list[str | None]:
+    """Give each request its next token; why that was its last, if it was.
+
+    One that cannot go on fails alone: it is done then, with its error.
+    """
+    may_bw = constrained(logits_bw, [request.constraint for request in requests])
+    rules: dict[Sampler, list[int]] = {}
+    for row, request in enumerate(requests):
+        rules.setdefault(request.sampler, []).append(row)
+    reasons: list[str | None] = [None] * len(requests)
+    for sampler, rows in rules.items():
+        own_bw = may_bw if len(rules) == 1 else may_bw[rows]
+        for row, token in zip(rows, sample(sampler, [requests[row] for row in rows], own_bw), strict=True):
+            if token is not None:
+                reasons[row] = give(requests[row], token, logits_bw, row)
+    return reasons
+
+
+def sample(sampler: Sampler, requests: Sequence[Request], logits_bw: Tensor) -> list[int | None]:
+    """A token of each; None for those that fail."""
+    draws_b = seen_bw = None
+    if sampler.temperature:
+        draws_b = uniform([request.seed for request in requests], [len(request.tokens) for request in requests])
+    if sampler.repetition_penalty is not None:
+        seen_bw = torch.stack([request.seen(logits_bw.shape[1]) for request in requests])
+    try:
+        return sampler.choose(logits_bw, seen_bw, draws_b).tolist()
+    except ValueError as error:
+        if len(requests) == 1:
+            requests[0].finish("error", error)
+            return [None]
+        rows = zip(requests, logits_bw.split(1), strict=True)
+        return [token for request, own_1w in rows for token in sample(sampler, [request], own_1w)]
+
+
+def give(request: Request, token: int, logits_bw: Tensor, row: int) -> str | None:
+    try:
+        token = request.settle(token)
+    except ValueError as error:  # of its constraint
+        request.finish("error", error)
+        return None
+    request.tokens.append(token)
+    if request.top is not None:
+        request.logprobs += log_probabilities(logits_bw[row : row + 1], [token], request.top)
+    reason = request.ends_by()
+    if reason is None:
+        request.tell()
+    return reason
+
+
+def log_probabilities(logits_sw: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
+    """Of each token under the logits before it, and of the `top` most likely ones."""
+    all_sw = logits_sw.to(torch.promote_types(logits_sw.dtype, torch.float32)).log_softmax(-1)
+    own = all_sw.gather(1, torch.tensor(tokens, device=all_sw.device)[:, None])[:, 0].tolist()
+    if not top:
+        return [LogProbs(one, {}) for one in own]
+    best, ids = (part.tolist() for part in all_sw.topk(min(top, all_sw.shape[1]), -1))
+    return [LogProbs(one, dict(zip(i, b, strict=True))) for one, b, i in zip(own, best, ids, strict=True)]
