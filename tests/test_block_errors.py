@@ -139,6 +139,17 @@ def test_empty_batches_and_sequences_are_right_answers(block):
     assert not y.any()
 
 
+@pytest.mark.parametrize("batch", [-1, 0.5, "x", True, 10**30, None], ids=str)
+def test_batches_that_are_none(block, batch):
+    with pytest.raises(ValueError, match=f"batch is {batch!r}, expected a whole number of at least 0"):
+        block.fresh_cache(batch)
+
+
+def test_a_reset_of_another_kind(block):
+    with pytest.raises(ValueError, match="reset_b is a sparse_coo tensor"):
+        block.step(tokens(block, 2, 1)[:, 0], reset_b=torch.ones(2, dtype=torch.bool).to_sparse())
+
+
 def test_unknown_arguments(block):
     with pytest.raises(TypeError, match="inference_params"):
         block(tokens(block, 1, 2), inference_params=None)

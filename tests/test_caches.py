@@ -339,6 +339,13 @@ def test_a_history_counts_in_whole_numbers(number):
         history.rollback(number)
 
 
+def test_tensors_without_rows():
+    cache, told = (torch.tensor(1.0),), r"cache\[0\] has no axes"
+    for function in (caches.rows, lambda cache: caches.select(cache, [0]), lambda cache: caches.concat([cache, cache])):
+        with pytest.raises(ValueError, match=told):
+            function(cache)
+
+
 def test_what_is_no_dtype_or_device():
     cache = used_model_cache(1)
     with pytest.raises(ValueError, match=r"dtype is \(\), expected a torch.dtype"):

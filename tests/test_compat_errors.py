@@ -71,6 +71,8 @@ CALLS = {
     "narrow projection": (INNER, (*INNER_OF[:3], z(6, 4), *INNER_OF[4:]), {}, "do not go with A's 4 channels"),
     "out": (INNER, (*INNER_OF[:5], z(3, 5), *INNER_OF[6:]), {}, "axis 'i' is 4 in A_ir but 5 in out_proj_weight_di"),
     "dtype of a projection": (INNER, (*INNER_OF[:3], z(7, 4).half(), *INNER_OF[4:]), {}, "is torch.float16 but xz"),
+    "no rows": (UPDATE, (z(()), z(2, 4, 2), z(4, 3)), {}, r"x has shape \(\) and the state \(2, 4, 2\), expected rows"),
+    "ids of others": (SSD, SEQUENCE, {"seq_idx": IDS.T, "initial_states": z(2, 4, 2, 3)}, "one id per token"),
     "shared memory": (UPDATE, (z(2, 4), z(1, 4, 2).expand(2, 4, 2), z(4, 3)), {}, "has entries in the same memory"),
     "rows on meta": (UPDATE, (z(2, 4), z(3, 4, 2), z(4, 3)), {"conv_state_indices": IDS[0].to("meta")},
                      "conv_state_indices is on meta but x on cpu"),

@@ -236,6 +236,20 @@ class TestEnds:
         engine = Engine(model)
         with pytest.raises(ValueError, match="on_token is a str, expected a function of a request"):
             engine.add([1], on_token="x")  # type: ignore[arg-type]
+        wrong: dict[str, tuple[Any, str]] = {
+            "echo": (torch.zeros(2), "echo is .*, expected True or False"),
+            "keep_state": (1, "keep_state is 1, expected True or False"),
+            "ends": (5, "ends is a int, expected a list of numbers of tokens"),
+            "stop": (5.5, "stop is a float, expected ids, strings, or a list of them"),
+        }
+        for name, (value, told) in wrong.items():
+            with pytest.raises(ValueError, match=told):
+                engine.add([1], **{name: value})
+        for other in ("x", torch.nn.Linear(2, 2)):
+            with pytest.raises(ValueError, match=f"model is a {type(other).__name__}, expected a LanguageModel"):
+                Engine(other)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=f"model is a {type(other).__name__}, expected a LanguageModel"):
+                mk.generate(other, [1], max_new_tokens=1)  # type: ignore[arg-type]
         assert not engine.step()
 
     @pytest.mark.parametrize("at", [1, 3])

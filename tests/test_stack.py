@@ -610,3 +610,10 @@ def test_token_ids(grad):
         with pytest.raises(ValueError, match=r"^ids_bs is on meta but embedding on cpu"):
             model(ids.to("meta"))
         model(ids.int())
+
+
+@pytest.mark.parametrize("latents", [(), ("start",)], ids=str)
+def test_inputs_where_no_weights_are(latents):
+    stack = Stack(StackConfig(block=CONFIGS["mamba1"], n_layer=2, stack_latents=latents))
+    with pytest.raises(ValueError, match="x_bsd is on meta but the first weight on cpu"):
+        stack(torch.zeros(1, 3, 6, device="meta"))

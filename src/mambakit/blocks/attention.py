@@ -155,6 +155,7 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
 
     def fresh_cache(self, batch: int) -> AttentionCache:
         weight, shape = self.in_proj.weight, (batch, 0, self.config.kv_heads, self.config.head_width)
+        rows.check_batch(batch)
         position_b = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         return AttentionCache(self.zeros(shape, like=weight), self.zeros(shape, like=weight), position_b)
 

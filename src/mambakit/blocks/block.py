@@ -76,11 +76,13 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """In the dtype and on the device of a parameter, and a plain tensor even where that is a share of one."""
+        check_batch(shape[0])
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def learned(self, name: str, batch: int) -> Tensor:
         """A parameter for each row."""
         parameter = getattr(self, name)
+        check_batch(batch)
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"{name} is a share of a parameter until the block runs; call it without a cache")
         return parameter.expand(batch, *parameter.shape)
@@ -250,6 +252,11 @@ def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
     return dt_bsX.masked_fill(beyond_bs[..., None], 0)
 
 
+def check_batch(batch: Any) -> None:
+    if not torch.compiler.is_compiling() and (type(batch) is not int or not 0 <= batch < 2**63):
+        raise ValueError(f"batch is {batch!r}, expected a whole number of at least 0")
+
+
 def check_input(block: Any, x_bsd: Tensor) -> None:
     check_dense("x_bsd", x_bsd)
     if not isinstance(x_bsd, Tensor) or x_bsd.dim() != 3:
@@ -304,6 +311,7 @@ def resets(reset_b: Tensor | None, x_b: Tensor) -> Options:
     """Which rows start afresh before one token, as `forward` takes it."""
     if reset_b is None:
         return {}
+    check_dense("reset_b", reset_b)
     if not isinstance(reset_b, Tensor) or tuple(reset_b.shape) != (len(x_b),):
         given = tuple(reset_b.shape) if isinstance(reset_b, Tensor) else type(reset_b).__name__
         raise ValueError(f"reset_b needs 1 axis (batch = {len(x_b)}), got {given}")

@@ -57,7 +57,7 @@ def rows(cache: Any) -> int:
         3
     """
     found: list[Tensor] = []
-    _change(cache, lambda _, tensor: found.append(tensor) or tensor)
+    _change(cache, lambda where, tensor: found.append(_with_rows(where, tensor)) or tensor)
     if not found:
         raise ValueError("a cache without a tensor does not say how many rows it has")
     return len(found[0])
@@ -138,7 +138,7 @@ def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
     rows = index_b.tolist()
 
     def take(where: str, tensor: Tensor) -> Tensor:
-        batch = tensor.shape[0]
+        batch = len(_with_rows(where, tensor))
         if flags not in (None, batch):
             raise ValueError(f"index_b has {flags} booleans, but {where} has {batch} rows")
         wrong = [row for row in rows if not 0 <= row < batch]
@@ -167,9 +167,10 @@ def concat(caches: Sequence[Cache]) -> Cache:
 
     def join(where: str, tensors: Sequence[Tensor], grows: int | None) -> Tensor:
         if grows is not None:
-            tensors = _of_one_length(tensors, grows)
+            tensors = _of_one_length([_with_rows(where, tensor) for tensor in tensors], grows)
         first = tensors[0]
         for i, other in enumerate(tensors):
+            _with_rows(where, other)
             if _but_rows(other) != _but_rows(first):
                 raise ValueError(
                     f"{where} is {_but_rows(first)} per row in cache 0 but {_but_rows(other)} in cache {i}; "
@@ -269,6 +270,12 @@ class History:
         for _ in range(k):
             self._kept.pop()
         return self._kept[-1]
+
+
+def _with_rows(where: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 0:
+        raise ValueError(f"{where} has no axes, and the first one of a cache's tensors is the batch")
+    return tensor
 
 
 def _device(given: Any) -> torch.device | None:

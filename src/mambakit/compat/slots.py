@@ -12,8 +12,11 @@ class Slots:
     A negative one is padding, which has no state: it reads any, writes none, and its output is zero.
     """
 
-    def __init__(self, name: str, slot_b: Tensor | None, state: Tensor, batch: int):
+    def __init__(self, name: str, slot_b: Tensor | None, state: Tensor, x: Tensor):
         self.slot_b = None
+        if not x.dim() or not state.dim():
+            raise ValueError(f"x has shape {tuple(x.shape)} and the state {tuple(state.shape)}, expected rows in both")
+        batch = len(x)
         if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
             raise ValueError(f"a state of strides {state.stride()} has entries in the same memory; clone() it first")
         if slot_b is None:

@@ -16,7 +16,7 @@ from mambakit.blocks.caches import select
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder, make_decoder
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
-from mambakit.inference.prompts import Stop, read_ids, read_stops
+from mambakit.inference.prompts import Stop, check_language_model, read_ids, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, State, Stops, Tokenizer
 from mambakit.inference.rows import Group, choose
@@ -24,6 +24,7 @@ from mambakit.inference.sampling import Sampler, check_count, row_seeds
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops import few_rows
 from mambakit.ops.backends import check_backend, use_backend
+from mambakit.ops.shapes import check_flag
 
 
 class Engine:
@@ -128,6 +129,10 @@ class Engine:
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
         )
         prompt = read_ids("ids", ids, vocabulary).tolist()
+        check_flag("echo", echo)
+        check_flag("keep_state", keep_state)
+        if not isinstance(ends, Sequence):
+            raise ValueError(f"ends is a {type(ends).__name__}, expected a list of numbers of tokens")
         if state is not None and not isinstance(state, State):
             raise ValueError(f"state is a {type(state).__name__}, expected the State of a request")
         if on_token is not None and not callable(on_token):
@@ -297,6 +302,7 @@ def reading_backend(backend: str) -> str:
 
 
 def check_model(model: LanguageModel) -> None:
+    check_language_model(model)
     if model.backbone.levels:
         raise ValueError("generation is for models without latents: rows of all lengths would share their places")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
@@ -306,6 +312,8 @@ def check_model(model: LanguageModel) -> None:
 
 
 def read_all_stops(stop: Any, vocab_size: int, tokenizer: Tokenizer | None) -> Stops:
+    if stop is not None and not isinstance(stop, int | Sequence):
+        raise ValueError(f"stop is a {type(stop).__name__}, expected ids, strings, or a list of them")
     entries = [] if stop is None else [stop] if isinstance(stop, int | str) else list(stop)
     strings = [entry for entry in entries if isinstance(entry, str)]
     ids = read_stops([entry for entry in entries if not isinstance(entry, str)], vocab_size)

@@ -48,9 +48,17 @@ def without_padding(ids_bs: Ids, mask_bs: Tensor) -> list[Tensor]:
 
 def read_stops(stop: Stop | None, vocab_size: int) -> list[list[int]]:
     """Every stop as a sequence of ids."""
+    if stop is not None and not isinstance(stop, int | Sequence):
+        raise ValueError(f"stop is a {type(stop).__name__}, expected an id, or a list of ids and of sequences of ids")
     entries = [] if stop is None else [stop] if isinstance(stop, int) else stop
     sequences = [[entry] if isinstance(entry, int) else entry for entry in entries]
     return [read_ids(f"stop {place}", entry, vocab_size).tolist() for place, entry in enumerate(sequences)]
+
+
+def check_language_model(model: Any) -> None:
+    """That it has the parts of a `LanguageModel`, which others may have too."""
+    if not all(hasattr(model, name) for name in ("backbone", "embed", "logits", "config")):
+        raise ValueError(f"model is a {type(model).__name__}, expected a LanguageModel")
 
 
 def read_ids(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> Tensor:

@@ -28,6 +28,7 @@ from mambakit.models.class_tokens import (
 from mambakit.models.flow import Flow, at_infinity, calls, run
 from mambakit.models.layer import Layer
 from mambakit.models.multi_gate import MultiGateConfig, Residual
+from mambakit.ops.shapes import check_beside
 
 StackCache = tuple[Any, ...]
 """One block cache per virtual layer; inside a `ClassCache` where class latents have cursors."""
@@ -324,6 +325,8 @@ def check_slots(stack: Any, cache: StackCache | None) -> StackCache:
 def enter(stack: Any, x_bsd: Tensor, mask_bs: Tensor | None = None) -> Tensor:
     """The residual stream before the first layer."""
     check_input(stack, x_bsd)
+    if x_bsd.is_meta or type(x_bsd) is not Tensor:
+        check_beside("the first weight", next(stack.parameters()), "x_bsd", x_bsd)
     if mask_bs is not None:
         check_flags("mask_bs", mask_bs, x_bsd)
     x_bsd = without_absent(x_bsd, mask_bs)

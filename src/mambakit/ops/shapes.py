@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -164,12 +163,12 @@ def number(name: str, value: Any) -> float:
             raise ValueError
         return float(value)
     except (ValueError, OverflowError):
-        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a finite number") from None
+        raise ValueError(f"{name} is {value!r:.60}, expected a finite number") from None
 
 
 def check_flag(name: str, value: Any) -> None:
     if type(value) is not bool:
-        raise ValueError(f"{name} is {reprlib.repr(value)}, expected True or False")
+        raise ValueError(f"{name} is {value!r:.60}, expected True or False")
 
 
 def check_integers(name: str, tensor: Tensor, what: str = "integers") -> None:

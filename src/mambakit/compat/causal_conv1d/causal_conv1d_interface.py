@@ -83,7 +83,7 @@ def causal_conv1d_update(
     """
     with_silu = check_activation(activation)
     x_bvs = x[..., None] if x.dim() == 2 else x
-    slots = Slots("conv_state_indices", conv_state_indices, conv_state, len(x))
+    slots = Slots("conv_state_indices", conv_state_indices, conv_state, x)
     state_bvL = slots.read(conv_state)
     size = bind(x_bvs=x_bvs, conv_state_bvL=state_bvL, weight_vk=weight, bias_v=bias)
     if size.k > size.L + 1:

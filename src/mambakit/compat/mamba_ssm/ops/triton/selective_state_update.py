@@ -37,7 +37,7 @@ def selective_state_update(
     heads: `state` (b, h, p, r), `x`, `dt`, `z` (b, h, p), `A` (h, p, r), `B`, `C` (b, g, r), `D`, `dt_bias` (h, p).
     With `state_batch_indices` (b) the rows of the batch are these rows of a larger `state`; negative ones are padding.
     """
-    slots = Slots("state_batch_indices", state_batch_indices, state, len(x))
+    slots = Slots("state_batch_indices", state_batch_indices, state, x)
     rows = slots.read(state)
     if state.dim() == 4:
         bind(state_bhpr=rows, x_bhp=x, dt_bhp=dt, A_hpr=A, B_bgr=B, C_bgr=C, D_hp=D, z_bhp=z, dt_bias_hp=dt_bias)

@@ -34,7 +34,7 @@ from mambakit.compat.references.scans import (
     mamba_split_conv1d_scan_ref,
     ssd_chunk_scan_combined_ref,
 )
-from mambakit.ops.shapes import bind
+from mambakit.ops.shapes import bind, check_floats
 
 __all__ = [
     "MambaChunkScanCombinedFn",
@@ -93,6 +93,7 @@ def mamba_chunk_scan_combined(
     bind(x_bshp=x, B_bsgr=B, initial_states_bhpr=initial_states)
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit)
     da = dt * A
+    segments_of(seq_idx, size.b, size.s)  # for what it refuses
     if seq_idx is not None and initial_states is not None and size.s:
         initial_states = initial_states * (seq_idx[:, 0] == 0)[:, None, None, None]
     # The core takes x, B and C in one dtype, which is that of its output: not to be rounded before skip and gate.
@@ -230,6 +231,8 @@ def mamba_split_conv1d_scan_combined(
         out = torch.cat((F.silu(z_mlp) * x_mlp, out), dim=-1)
     if outproj_weight is not None:
         bind(out_bsq=out, outproj_weight_dq=outproj_weight, outproj_bias_d=outproj_bias)
+        if not torch.is_autocast_enabled(out.device.type):
+            check_floats({"out": out, "outproj_weight": outproj_weight, "outproj_bias": outproj_bias})
         out = F.linear(out, outproj_weight, outproj_bias)
     return (out, final_states) if return_final_states else out
 
