@@ -16,7 +16,6 @@ from mambakit.models.language_model import LanguageModel
 from mambakit.models.pretrained import WAYS
 from mambakit.optional import need
 from mambakit.text.tokens import copy_description
-from mambakit.training.run import LOG, read_log
 
 RUN = "run.json"
 NAME = r"[\w.-]+/[\w.-]+"
@@ -87,6 +86,9 @@ def write_published(
 
 def read_record(run: Path) -> Record:
     """What the folder of a training run says of it."""
+    # Here, since training brings along more of torch than who publishes nothing should wait for.
+    from mambakit.training.run import LOG, read_log
+
     options = read_json(run / RUN)
     lines = read_log(run / LOG)
     bits = [line["bits_per_byte"] for line in lines if isinstance(line.get("bits_per_byte"), float)]
