@@ -35,7 +35,7 @@ def speed() -> dict[str, dict[str, float]]:
     config = transformers.Mamba2Config(
         vocab_size=VOCABULARY, hidden_size=768, num_heads=24, head_dim=64, n_groups=1, num_hidden_layers=LAYERS
     )
-    theirs = transformers.Mamba2ForCausalLM(config).eval()
+    theirs: Any = transformers.Mamba2ForCausalLM(config).eval()
     ours = mk.LanguageModel(mk.ModelConfig(block=BLOCK, n_layer=LAYERS, vocab_size=VOCABULARY))
     int8 = mk.quantize(ours, bits=8)
     prompt_1s, short_1s = torch.randint(VOCABULARY, (1, PROMPT)), torch.randint(VOCABULARY, (1, 8))
@@ -109,14 +109,14 @@ def main() -> None:
     draw_architecture(args.out / "architecture.png")
     block = mk.Mamba3Config(d_model=256, state_rank=64)
     mamba = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=6, vocab_size=257))
-    points = why_mamba.measure([mamba, why_mamba.transformer_like(mamba)])
-    print(why_mamba.table(*points))
-    why_mamba.draw(*points, args.out / "memory_over_length.png")
+    ours, other = why_mamba.measure([mamba, why_mamba.transformer_like(mamba)])
+    print(why_mamba.table(ours, other))
+    why_mamba.draw(ours, other, args.out / "memory_over_length.png")
     rates = speed()
     for what, found in rates.items():
         print(what + ": " + ", ".join(f"{library} {rate:,.0f} tokens/s" for library, rate in found.items()))
     draw_speed(rates, args.out / "speed.png")
-    print(write_json("pictures", {"speed": rates, "by_length": [[*map(tuple, one)] for one in points]}))
+    print(write_json("pictures", {"speed": rates, "by_length": [[*map(tuple, one)] for one in (ours, other)]}))
 
 
 if __name__ == "__main__":

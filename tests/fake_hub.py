@@ -27,7 +27,7 @@ class FakeHub:
 
             do_HEAD = do_GET
 
-            def log_message(self, *args: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -552,7 +552,7 @@ def test_prefix_cache_takes_nothing_made_by_weights_of_before():
         ({"seed": torch.ones(1, device="meta")}, "seed is a Tensor on meta"),
         ({"prefix_cache": {}}, "prefix_cache is a dict, expected a PrefixCache or None"),
         ({"stop": torch.tensor(3)}, "stop is a Tensor, expected an id, or a list of ids"),
-        ({"cache": torch.tensor(3.0)}, "a stack's cache is a tuple of its layers' caches, got a Tensor"),
+        ({"cache": torch.tensor(3.0)}, "cache has to be a tuple of .* layers' caches or None, got a Tensor"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0, expected a whole number of at least 1"),
     ],
     ids=str,

@@ -38,6 +38,10 @@ def param_groups(
 
     With `hooks=False` gradients stay on the fused weights, where DistributedDataParallel averages them, until the
     caller moves them: `hand_over(weight.grad, maps_of(weight).values())`.
+
+    Examples:
+        >>> net = torch.nn.Sequential(mk.TensorOnly(mk.Mamba2(d_model=64, per_head_dim=16)), torch.nn.Linear(64, 10))
+        >>> optimizer = torch.optim.AdamW(mk.param_groups(net, weight_decay=0.1), lr=1e-3)
     """
     muon_maps: list[Tensor] = []
     decaying: list[Tensor] = []

@@ -8,8 +8,12 @@ from torch import Tensor, nn
 class TensorOnly(nn.Module):
     """A block, layer or stack without its cache, for `nn.Sequential` and whatever else expects one tensor.
 
-    `nn.Sequential(mk.TensorOnly(mk.Mamba3(d_model=64)), nn.Linear(64, 10))`. Every call is a sequence of its own;
-    steps and caches are those of `block`.
+    Every call is a sequence of its own; steps and caches are those of `block`.
+
+    Examples:
+        >>> net = torch.nn.Sequential(mk.TensorOnly(mk.Mamba3(d_model=64, per_head_dim=16)), torch.nn.Linear(64, 10))
+        >>> net(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 10])
     """
 
     def __init__(self, block: nn.Module):

@@ -128,7 +128,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     rank, alpha = values.get("r"), values.get("lora_alpha")
     if values.get("peft_type") != "LORA":
         raise ValueError(f"{path} has peft_type = {values.get('peft_type')!r}, and only LORA is read")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+    fits = type(rank) is int and rank > 0 and isinstance(alpha, int | float) and 0 < alpha < math.inf
+    if not fits or isinstance(alpha, bool):
         raise ValueError(f"{path} has r = {rank!r} and lora_alpha = {alpha!r}, expected positive numbers")
     odd = [name for name, value in PLAIN.items() if values.get(name, value) != value]
     odd += [name for name in EMPTY if values.get(name)]

@@ -116,11 +116,11 @@ def set_beside_a_transformer(out: Path) -> None:
     mamba = load_model(out / MODEL)
     transformer = why_mamba.transformer_like(mamba)
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (mamba, transformer)]
-    points = why_mamba.measure([mamba, transformer])
+    ours, theirs = why_mamba.measure([mamba, transformer])
     print(f"one more token, beside a Transformer of {counts[1]:,} parameters, with what both remember:\n")
-    print(why_mamba.table(*points) + "\n")
+    print(why_mamba.table(ours, theirs) + "\n")
     if has("matplotlib"):
-        why_mamba.draw(*points, out / WHY)
+        why_mamba.draw(ours, theirs, out / WHY)
 
 
 def make_empty(out: Path) -> None:

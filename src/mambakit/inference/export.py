@@ -144,7 +144,7 @@ def save_onnx(model: LanguageModel, folder: str | os.PathLike[str], *, tokens: i
             verbose=False,
         )
         assert written is not None
-        written.rename_axes(_free_axes(program))
+        written.rename_axes({**_free_axes(program)})
         written.save(file, external_data=size > MAX_IN_ONE_FILE)
         files.append(file)
     return files[0], files[1]

@@ -45,8 +45,8 @@ class Stream(Iterator[Tensor]):
     which raises `ValueError` where a model is not made for that, `"auto"` by the fastest that applies.
 
     `speculate="ngram"` computes several tokens at a time where the text repeats itself, for one prompt; `"auto"` does
-    so where it applies, and a smaller model of the same tokens guesses what comes next itself. Tokens stay those of
-    `"off"`.
+    so where it applies. `draft`, a smaller model of the same tokens, guesses what comes next itself. Tokens stay those
+    of `"off"`.
 
     Gradients are not recorded, but caches are ordinary tensors that later calls may go on from with gradients.
 
@@ -85,6 +85,7 @@ class Stream(Iterator[Tensor]):
         constraint: dict[str, Any] | None = None,
         tokenizer: Any = None,
         speculate: str | LanguageModel = "off",
+        draft: LanguageModel | None = None,
     ):
         check_count("max_new_tokens", max_new_tokens, least=0)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -122,7 +123,7 @@ class Stream(Iterator[Tensor]):
         self._given: list[Tensor] = []
         self._is_behind = False
         """Whether tokens are given out that are not in the cache yet."""
-        self._source = make_source(speculate, model, prompts, backend)
+        self._source = make_source(speculate if draft is None else draft, model, prompts, backend)
         self._speculation: Speculation | None = None
         self._group: Group | None = None
         begun = time.perf_counter()

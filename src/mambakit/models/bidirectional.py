@@ -124,10 +124,11 @@ class BidirectionalStack(nn.Module):
         check_options(self, options)
         mask_bs = options.get("mask_bs")
         flow, caches = Flow(enter(self, x_bsd, mask_bs), mask_bs), check_slots(self, cache)
-        if options.get("reset_bs") is not None:
-            check_flags("reset_bs", options["reset_bs"], x_bsd)
-        if options.get("cu_seqlens") is not None:
-            check_packing(options["cu_seqlens"], x_bsd)
+        reset_bs, cu_seqlens = options.get("reset_bs"), options.get("cu_seqlens")
+        if reset_bs is not None:
+            check_flags("reset_bs", reset_bs, x_bsd)
+        if cu_seqlens is not None:
+            check_packing(cu_seqlens, x_bsd)
         if self.stack_latents is not None:
             check_one_sequence(options)
             _, splices, _ = plan_levels([(0, self.stack_latents)], None, x_bsd.shape[1], False)

@@ -39,6 +39,11 @@ def push_to_hub(
 
     Safetensors, `config.json`, the files of its tokenizer where it is given as a folder or `run` is, and a card: data,
     steps and bits per byte are those of `run`, a training run's folder, by default the one that the model lies in.
+
+    Examples:
+        >>> mk.push_to_hub("run/model", "no owner")
+        Traceback (most recent call last):
+        ValueError: 'no owner' is no name on the hub, expected one like owner/model
     """
     if not re.fullmatch(NAME, name):
         raise ValueError(f"{name!r} is no name on the hub, expected one like owner/model")
