@@ -56,7 +56,9 @@ def of_tensors(function: Function) -> Function:
     def called(*args: Any, **options: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **options}
         tensors = {name: given[name] for name in required if name in given}
-        tensors |= {name: given[name] for name in optional if given.get(name) is not None}
+        # Older versions have a word, the activation, in the place of a tensor.
+        absent = (str, type(None)) if "activation" in parameters else type(None)
+        tensors |= {name: given[name] for name in optional if not isinstance(given.get(name), absent)}
         check_tensors(tensors)
         first = next(iter(tensors), "")
         for name, tensor in tensors.items():
