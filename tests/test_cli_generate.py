@@ -109,7 +109,7 @@ def test_bad_input_is_one_line_and_exit_code_2(model_dir, tmp_path, capsys):
         ([tmp_path / "absent", "--prompt=x", "--tokenizer=bytes"], "there is no directory"),
         ([model_dir, "--prompt=x", "--temperature=-1"], "temperature"),
         ([model_dir, "--prompt=x", "--chat"], "leave out --prompt"),
-        ([model_dir, "--prompt=x", "--tokenizer", tmp_path / "none.json"], "there is no tokenizer file"),
+        ([model_dir, "--prompt=x", "--tokenizer", tmp_path / "none.json"], "there is no file or folder"),
     ]:
         assert generate(*arguments) == 2, arguments
         told = capsys.readouterr().err.splitlines()
@@ -138,7 +138,7 @@ def test_a_message_is_one_line_whatever_a_file_says(model_dir, capsys):
     path.write_text(json.dumps({**config, "model": {**config["model"], "a\nb\x1b[31m": 1}}))
     assert generate(model_dir, "--prompt=a") == 2
     (told,) = capsys.readouterr().err.splitlines()
-    assert "a b\\x1b[31m" in told
+    assert "a\\nb\\x1b[31m" in told
 
 
 def test_a_tokenizer_with_ids_beyond_its_size(model_dir, tmp_path, capsys):

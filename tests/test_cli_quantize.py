@@ -9,6 +9,7 @@ import torch
 
 import mambakit as mk
 from mambakit.cli.main import main
+from mambakit.cli.serve import model_name
 from mambakit.text.tokens import Bytes
 from trainer_cases import make_documents, make_model
 
@@ -71,7 +72,12 @@ def test_serve_answers_with_the_same_text(own):
             assert process.stdout is not None
             try:
                 address = process.stdout.readline().split()[-1]
-                body = {"model": "small", "prompt": "the state", "max_tokens": 12, "temperature": 0}
+                body = {
+                    "model": model_name(str(arguments[0])),
+                    "prompt": "the state",
+                    "max_tokens": 12,
+                    "temperature": 0,
+                }
                 answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
                 answers.append(answer["choices"][0]["text"])
             finally:

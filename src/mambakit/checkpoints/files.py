@@ -54,12 +54,13 @@ def _download(name: str, revision: str | None) -> Path:
             f"there is no directory {name}; to get it from the hub, pip install huggingface_hub"
         ) from error
     directory = Path()
+    version: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
         for weights in WEIGHTS:
             stem, suffix = os.path.splitext(weights)
             # Descriptions too: how its text is written in tokens, and what its chats look like.
             patterns = ["*.json", "*.jinja", weights, f"{stem}-*{suffix}", "adapter_model.safetensors"]
-            directory = Path(snapshot_download(name, allow_patterns=patterns, revision=revision))
+            directory = Path(snapshot_download(name, allow_patterns=patterns, **version))
             if find_weights(directory):
                 break
     except Exception as error:  # the hub's client raises its own and its transport's

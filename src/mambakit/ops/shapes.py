@@ -156,6 +156,11 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
     return contextlib.nullcontext()
 
 
+def shown(value: Any) -> str:
+    """In a line."""
+    return " ".join(f"{value!r:.80}".split()) if isinstance(value, Tensor) else f"{value!r:.80}"
+
+
 def number(name: str, value: Any) -> float:
     """A finite one, as torch takes it: larger integers than it has are floats."""
     try:
@@ -163,12 +168,12 @@ def number(name: str, value: Any) -> float:
             raise ValueError
         return float(value)
     except (ValueError, OverflowError):
-        raise ValueError(f"{name} is {value!r:.60}, expected a finite number") from None
+        raise ValueError(f"{name} is {shown(value)}, expected a finite number") from None
 
 
 def check_flag(name: str, value: Any) -> None:
     if type(value) is not bool:
-        raise ValueError(f"{name} is {value!r:.60}, expected True or False")
+        raise ValueError(f"{name} is {shown(value)}, expected True or False")
 
 
 def check_integers(name: str, tensor: Tensor, what: str = "integers") -> None:

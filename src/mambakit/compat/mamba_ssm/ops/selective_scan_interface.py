@@ -217,7 +217,7 @@ def prepared(
 )
 def mamba_inner_fn(*, out_proj_weight: Tensor, out_proj_bias: Tensor | None, **given: Any) -> Tensor:
     """A Mamba-1 block after its input projection: `xz` (b, 2 i, s) to `out` (b, s, d)."""
-    return project_out(mamba_inner_fn_no_out_proj(**given), out_proj_weight, out_proj_bias)
+    return project_out(mamba_inner_fn_no_out_proj(**given), out_proj_weight, out_proj_bias, given["A"])
 
 
 @of_tensors
@@ -231,11 +231,11 @@ def bimamba_inner_fn(*, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A
     absent = dict.fromkeys(("B", "C", "D", "delta_bias", "B_proj_bias", "C_proj_bias"))
     scanned = prepared(**{**absent, "delta_softplus": True, **given})
     y = selective_scan_fn(*scanned) + selective_scan_fn(*scanned.reversed(A_b)).flip(-1)
-    return project_out(y, out_proj_weight, out_proj_bias)
+    return project_out(y, out_proj_weight, out_proj_bias, given["A"])
 
 
-def project_out(y: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None) -> Tensor:
-    bind(out_proj_weight_di=out_proj_weight, out_proj_bias_d=out_proj_bias, y_bis=y)
+def project_out(y: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A: Tensor) -> Tensor:
+    bind(out_proj_weight_di=out_proj_weight, out_proj_bias_d=out_proj_bias, A_ir=A)
     if not torch.is_autocast_enabled(y.device.type):
         check_floats({"y": y, "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias})
     return F.linear(y.mT, out_proj_weight, out_proj_bias)
