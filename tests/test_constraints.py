@@ -357,7 +357,7 @@ class TestTrouble:
             Engine(make()).add([1], constraint={"regex": "a"})
         with pytest.raises(ValueError, match="needs a tokenizer"):
             mk.generate(make(), [1], max_new_tokens=1, constraint={"regex": "a"})
-        with pytest.raises(ValueError, match="got a object"):
+        with pytest.raises(ValueError, match="is a object"):
             Engine(make(), tokenizer=object()).add([1], constraint={"regex": "a"})
 
     def test_without_the_package(self, monkeypatch):

@@ -521,7 +521,7 @@ def test_prefix_cache_takes_nothing_made_by_weights_of_before():
         ({"ids": torch.tensor(3)}, "ids has 0 axes"),
         ({"ids": torch.zeros(1, 3)}, r"prompt 0 is of torch\.float32, expected integer token ids"),
         ({"ids": [True, False]}, r"prompt 0 is of torch\.bool"),
-        ({"ids": "hello"}, "expected integer token ids"),
+        ({"ids": "hello"}, "ids is text, expected token ids"),
         ({"ids": [[1, VOCABULARY]]}, "prompt 0 has ids from 1 to 50, but this model's are 0 to 49"),
         ({"ids": [[-1]]}, "prompt 0 has ids from -1 to -1"),
         ({"mask_bs": torch.ones(1, 4, dtype=torch.bool)}, r"mask_bs of shape \(1, 4\) needs ids of the same two axes"),

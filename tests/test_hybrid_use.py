@@ -90,7 +90,8 @@ def test_quantized(name, bits):
     model = mk.quantize(make(name), bits)
     quantized = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     projections = {n for n, m in make(name).named_modules() if isinstance(m, torch.nn.Linear)}
-    assert quantized == {n for n in projections if not n.endswith(("router", "dt_proj"))}
+    experts = {n for n, _ in make(name).named_parameters() if n.endswith(("experts_in", "experts_out"))}
+    assert quantized == {n for n in projections if not n.endswith(("router", "dt_proj"))} | experts
     found = mk.generate(model, PROMPTS, max_new_tokens=6, temperature=0)
     assert found.tolist() == [greedy(model, prompt, 6) for prompt in PROMPTS]
 

@@ -358,14 +358,14 @@ def test_a_changed_convolution_counts(ran):
     assert not ran
 
 
-def test_masks_resets_and_packing_take_the_plain_way(ran):
+def test_masks_and_packing_take_the_plain_way(ran):
     block = make_block("mamba2", torch.float32)
     x = tokens(block, 1, 1)
     here = torch.ones(1, 1, dtype=torch.bool)
     with torch.no_grad():
         want = block(x)[0]
         ran.clear()
-        for option in ({"mask_bs": here}, {"reset_bs": here}, {"cu_seqlens": torch.tensor([0, 1])}):
+        for option in ({"mask_bs": here}, {"cu_seqlens": torch.tensor([0, 1])}):
             torch.testing.assert_close(block(x, **option)[0], want)
     assert not ran
 
