@@ -237,7 +237,7 @@ class TestEnds:
         with pytest.raises(ValueError, match="on_token is a str, expected a function of a request"):
             engine.add([1], on_token="x")  # type: ignore[arg-type]
         wrong: dict[str, tuple[Any, str]] = {
-            "echo": (torch.zeros(2), "echo is .*, expected True or False"),
+            "echo": (torch.zeros(2), "echo is .*, expected a whole number of at least 0"),
             "keep_state": (1, "keep_state is 1, expected True or False"),
             "ends": (5, "ends is a int, expected a list of numbers of tokens"),
             "stop": (5.5, "stop is a float, expected ids, strings, or a list of them"),

@@ -24,7 +24,7 @@ from mambakit.inference.sampling import Sampler, check_count, row_seeds
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops import few_rows
 from mambakit.ops.backends import check_backend, use_backend
-from mambakit.ops.shapes import check_flag, shown
+from mambakit.ops.shapes import check_flag
 
 
 class Engine:
@@ -129,8 +129,6 @@ class Engine:
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
         )
         prompt = read_ids("ids", ids, vocabulary).tolist()
-        if type(echo) is not bool and (type(echo) is not int or echo < 0):
-            raise ValueError(f"echo is {shown(echo)}, expected True or False, or from which token on")
         check_flag("keep_state", keep_state)
         if not isinstance(ends, Sequence):
             raise ValueError(f"ends is a {type(ends).__name__}, expected a list of numbers of tokens")
