@@ -54,7 +54,9 @@ def measure(model: mk.LanguageModel, given: list[list[int]], kinds: dict[str, An
         names = [*kinds][number % len(kinds) :] + [*kinds][: number % len(kinds)]
         for name in names:
             progress(f"prompt {number + 1} of {len(given)}: {name}")
-            run = mk.stream(model, ids, max_new_tokens=NEW, temperature=temperature, seed=number, speculate=kinds[name])
+            asked = "draft" if isinstance(kinds[name], mk.LanguageModel) else "speculate"
+            given_options = {"max_new_tokens": NEW, "temperature": temperature, "seed": number, asked: kinds[name]}
+            run = mk.stream(model, ids, **given_options)
             begun = time.perf_counter()
             said[name] = [int(token) for token in run]
             seconds[name] += time.perf_counter() - begun

@@ -45,10 +45,15 @@ def smaller(name: str) -> mk.LanguageModel:
     return model
 
 
+def told(kind: Any) -> dict[str, Any]:
+    """A kind of guesses, or a model that makes them, as it is asked for."""
+    return {"draft": kind} if isinstance(kind, mk.LanguageModel) else {"speculate": kind}
+
+
 def both(model: mk.LanguageModel, ids: list[int], speculate: Any = "ngram", **options) -> tuple[list[int], Speculation]:
     """Generate with and without guesses: the tokens, which are the same, and what was guessed."""
     want = mk.generate(model, ids, **options)[0].tolist()
-    run = mk.stream(model, ids, speculate=speculate, **options)
+    run = mk.stream(model, ids, **told(speculate), **options)
     assert [int(token) for token in run] == want
     assert run._speculation is not None
     return want, run._speculation
@@ -169,7 +174,7 @@ class TestTokens:
         model = make(name)
         plain = mk.stream(model, prompt(2), max_new_tokens=60, temperature=0)
         kind = smaller(name) if drafted else "ngram"
-        guessing = mk.stream(model, prompt(2), max_new_tokens=60, temperature=0, speculate=kind)
+        guessing = mk.stream(model, prompt(2), max_new_tokens=60, temperature=0, **told(kind))
         for place, (want, got) in enumerate(zip(plain, guessing, strict=True)):
             assert torch.equal(want, got)
             if place % 7 == 5:
@@ -306,7 +311,7 @@ class TestTime:
 class TestTrouble:
     def test_what_makes_no_sense(self):
         model = make("mamba2")
-        with pytest.raises(ValueError, match="speculate is 'much', expected a model or one of"):
+        with pytest.raises(ValueError, match="speculate is 'much', expected one of"):
             mk.generate(model, [1], max_new_tokens=1, speculate="much")
         with pytest.raises(ValueError, match="one prompt at a time, got 2"):
             mk.generate(model, [[1], [2]], max_new_tokens=1, speculate="ngram")
@@ -319,9 +324,11 @@ class TestTrouble:
         model = make("mamba2")
         other = mk.LanguageModel(mk.ModelConfig(vocab_size=99, **MODELS["mamba2"]))
         with pytest.raises(ValueError, match="a model of 99 tokens, expected one of the same 257"):
-            mk.generate(model, [1], max_new_tokens=1, speculate=other)
-        with pytest.raises(ValueError, match=r"speculate is a model: .* torch.float64"):
-            mk.generate(model, [1], max_new_tokens=1, speculate=make("mamba2").double())
+            mk.generate(model, [1], max_new_tokens=1, draft=other)
+        with pytest.raises(ValueError, match=r"draft: .* torch.float64"):
+            mk.generate(model, [1], max_new_tokens=1, draft=make("mamba2").double())
+        with pytest.raises(ValueError, match="draft is a str, expected a language model"):
+            mk.generate(model, [1], max_new_tokens=1, draft="small")  # type: ignore[arg-type]
 
     def test_auto_leaves_it_out(self):
         model, given = make("mamba2"), [prompt(0), prompt(1)]

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from typing import Any
 
-CALLED = {"sklearn": "scikit-learn", "prometheus_client": "prometheus-client"}
+CALLED = {"sklearn": "scikit-learn", "prometheus_client": "prometheus-client", "ray": "'ray[serve]'"}
 """Where a package is installed by another name than it is imported by."""
 
 

@@ -123,7 +123,7 @@ def save_onnx(model: LanguageModel, folder: str | os.PathLike[str], *, tokens: i
     """Write `prefill.onnx` and `step.onnx`; inputs and outputs are `ids`, `logits` and the names of `state_names`.
 
     Their free axes are called `batch` and, unless `tokens` gives a length, `sequence`. The state comes out as `next_`
-    plus its name. Needs the packages of `mambakit[export]`.
+    plus its name. Needs the packages of the extra `export`.
     """
     # Without them torch fails far from here.
     need("writing ONNX", "onnx", "onnxscript")

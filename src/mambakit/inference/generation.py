@@ -84,7 +84,7 @@ class Stream(Iterator[Tensor]):
         backend: str = "auto",
         constraint: dict[str, Any] | None = None,
         tokenizer: Any = None,
-        speculate: str | LanguageModel = "off",
+        speculate: str = "off",
         draft: LanguageModel | None = None,
     ):
         check_count("max_new_tokens", max_new_tokens, least=0)
@@ -123,7 +123,7 @@ class Stream(Iterator[Tensor]):
         self._given: list[Tensor] = []
         self._is_behind = False
         """Whether tokens are given out that are not in the cache yet."""
-        self._source = make_source(speculate if draft is None else draft, model, prompts, backend)
+        self._source = make_source(speculate, draft, model, prompts, backend)
         self._speculation: Speculation | None = None
         self._group: Group | None = None
         begun = time.perf_counter()

@@ -157,30 +157,29 @@ class Speculation:
 
 
 def make_source(
-    asked: str | LanguageModel, model: LanguageModel, prompts: Sequence[Sequence[int]], backend: str
+    asked: str, draft: LanguageModel | None, model: LanguageModel, prompts: Sequence[Sequence[int]], backend: str
 ) -> Source | None:
     """What guesses, having read the prompt, if anything does. What is asked for by name does, or it is a ValueError."""
-    if not speculates(asked, model, len(prompts), backend):
-        return None
-    (ids,) = prompts
-    return Draft(asked, ids) if isinstance(asked, LanguageModel) else Ngrams(ids)
-
-
-def speculates(asked: str | LanguageModel, model: LanguageModel, rows: int, backend: str) -> bool:
-    if isinstance(asked, LanguageModel):
-        own, other = model.config.vocab_size, asked.config.vocab_size
-        if own != other:
-            raise ValueError(f"speculate is a model of {other} tokens, expected one of the same {own} tokens")
-        reason = why_not(model, rows, backend) or why_not(asked, rows, backend)
-        if reason is not None:
-            raise ValueError(f"speculate is a model: {reason}; leave it out")
-        return True
     if asked not in KINDS:
-        raise ValueError(f"speculate is {asked!r}, expected a model or one of {', '.join(map(repr, KINDS))}")
-    reason = None if asked == "off" else why_not(model, rows, backend)
+        raise ValueError(f"speculate is {asked!r}, expected one of {', '.join(map(repr, KINDS))}")
+    if draft is not None:
+        check_draft(draft, model, len(prompts), backend)
+        return Draft(draft, *prompts)
+    reason = None if asked == "off" else why_not(model, len(prompts), backend)
     if asked == "ngram" and reason is not None:
         raise ValueError(f'speculate="ngram": {reason}; "auto" leaves it out')
-    return asked != "off" and reason is None
+    return None if asked == "off" or reason is not None else Ngrams(*prompts)
+
+
+def check_draft(draft: LanguageModel, model: LanguageModel, rows: int, backend: str) -> None:
+    if not isinstance(draft, LanguageModel):
+        raise ValueError(f"draft is a {type(draft).__name__}, expected a language model")
+    own, other = model.config.vocab_size, draft.config.vocab_size
+    if own != other:
+        raise ValueError(f"draft is a model of {other} tokens, expected one of the same {own} tokens")
+    reason = why_not(model, rows, backend) or why_not(draft, rows, backend)
+    if reason is not None:
+        raise ValueError(f"draft: {reason}; leave it out")
 
 
 def why_not(model: LanguageModel, rows: int, backend: str) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mambakit.optional import need
 from mambakit.serving.errors import ApiError
 from mambakit.serving.exchange import error_response, parse
 from mambakit.serving.loading import load, make_service
@@ -147,10 +148,7 @@ def application(
     each replica, and `tokenizer`, `bits` and `max_rows` as `mambakit serve` has them. `actor_options` are Ray's, such
     as `{"num_gpus": 1}`.
     """
-    try:
-        from ray import serve
-    except ImportError as error:
-        raise ImportError(f"replicas need Ray Serve: pip install 'mambakit[ray]' ({error})") from error
+    serve = need("Ray Serve", "ray.serve")
     path = Path(folder).resolve()
     shown = name or (path.parent.name if path.name == "model" else path.name)
 
