@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mambakit.arguments import shown
 from mambakit.inference import decoder as decoders
 from mambakit.inference.decoder import Decoder
 from mambakit.inference.guesses import Draft, Ngrams, Source
@@ -161,7 +162,7 @@ def make_source(
 ) -> Source | None:
     """What guesses, having read the prompt, if anything does. What is asked for by name does, or it is a ValueError."""
     if asked not in KINDS:
-        raise ValueError(f"speculate is {asked!r}, expected one of {', '.join(map(repr, KINDS))}")
+        raise ValueError(f"speculate is {shown(asked)}, expected one of {', '.join(map(repr, KINDS))}")
     if draft is not None:
         check_draft(draft, model, len(prompts), backend)
         return Draft(draft, *prompts)

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mambakit.arguments import check_kind, shown
 from mambakit.blocks.modules import Linear
 from mambakit.ops import few_rows
 from mambakit.ops.grouped_product import used_of
+from mambakit.ops.shapes import check_readable
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -242,11 +244,12 @@ def quantize(model: Model, bits: int = 8, group_size: int | None = None) -> Mode
         >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
         >>> small = mk.quantize(model, bits=4, group_size=32)
     """
-    if bits not in BITS:
-        raise ValueError(f"bits is {bits!r}, expected 16, 8 or 4")
+    check_kind("model", model, nn.Module, "a model")
+    if type(bits) is not int or bits not in BITS:
+        raise ValueError(f"bits is {shown(bits)}, expected 16, 8 or 4")
     if bits != 4 and group_size is not None:
         others = {8: "8 bits have one scale per row", 16: "16 bits have no scales"}
-        raise ValueError(f"group_size = {group_size!r} is for 4 bits; {others[bits]}")
+        raise ValueError(f"group_size = {shown(group_size)} is for 4 bits; {others[bits]}")
     found = matrices_of(model)
     broken = [name for name, matrix in found.items() if not matrix.weight.isfinite().all()]
     if broken:
@@ -260,14 +263,16 @@ def quantize(model: Model, bits: int = 8, group_size: int | None = None) -> Mode
 
 
 BITS = {16: "bfloat16", 8: "int8", 4: "nf4"}
+MAX_GROUP = 1 << 20
+"""Rows are filled up to whole groups."""
 
 
 def make_quantized(linear: nn.Linear, format: str, group_size: int | None = None) -> QuantizedLinear:
     """What stands in for `linear`, which may be on the meta device. `group_size` is for `"nf4"`."""
     if format == "nf4":
         group_size = 32 if group_size is None else group_size
-        if type(group_size) is not int or group_size < 2 or group_size % 2:
-            raise ValueError(f"group_size is {group_size!r}, expected a positive even number")
+        if type(group_size) is not int or not 2 <= group_size <= MAX_GROUP or group_size % 2:
+            raise ValueError(f"group_size is {shown(group_size)}, expected a positive even number, at most {MAX_GROUP}")
         return Int4Linear(linear, group_size)
     return {"bfloat16": Bfloat16Linear, "int8": Int8Linear}[format](linear)
 
@@ -334,6 +339,8 @@ def quantization_report(model: nn.Module, quantized: nn.Module, ids_bs: Tensor) 
 
 def bits_per_token(model: nn.Module, ids_bs: Tensor) -> float:
     """The mean of -log2 of the probability of every token but the first, given those before it."""
+    check_kind("model", model, nn.Module, "a model")
+    check_readable("ids_bs", ids_bs)
     if ids_bs.dim() != 2 or ids_bs.shape[1] < 2:
         raise ValueError(f"ids_bs has shape {tuple(ids_bs.shape)}, expected [batch, s] with s of at least 2")
     with torch.no_grad():
