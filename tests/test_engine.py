@@ -374,7 +374,10 @@ class TestTrouble:
             ({"seed": "x"}, "seed is 'x'"),
             ({"temperature": None}, "temperature is None"),
             ({"temperature": 10**400}, "temperature is 1000"),
-            ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40, expected a finite number at least 1e-06"),
+            (
+                {"repetition_penalty": 1e-40},
+                "repetition_penalty is 1e-40, expected a finite number above 0 and at least 1e-06",
+            ),
             ({"echo": None}, "echo is None"),
         ],
     )

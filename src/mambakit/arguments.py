@@ -59,7 +59,7 @@ def check_number(
     """`value` is a finite number from `least`, or greater than `above`, to `most`; or None, if it is `optional`."""
     if value is None and optional:
         return
-    bounds = [f"at least {least:g}"] * (least > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
+    bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {least:g}"] * (least > -math.inf)
     bounds += [f"at most {most:g}"] * (most < math.inf)
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not number or value < least or value <= above or value > most:

@@ -105,7 +105,7 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
         raise ValueError(f"dtype is {shown(dtype)}, expected a torch.dtype")
     device = None if device is None else find_device(device)
     if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"a cache cannot become {dtype}; choose one of {', '.join(map(str, FLOATS))}")
+        raise ValueError(f"a cache cannot become {dtype}; choose a floating-point one: {', '.join(map(str, FLOATS))}")
 
     def move(where: str, tensor: Tensor) -> Tensor:
         if tensor.is_meta and device is not None and device.type != "meta":

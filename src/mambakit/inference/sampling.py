@@ -28,7 +28,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         # Further from 1 it would make infinities of logits.
-        check_number("repetition_penalty", self.repetition_penalty, least=1e-6, most=1e6, optional=True)
+        check_number("repetition_penalty", self.repetition_penalty, above=0, least=1e-6, most=1e6, optional=True)
         check_number("temperature", self.temperature, least=0)
         check_count("top_k", self.top_k, least=1, optional=True)
         check_number("top_p", self.top_p, above=0, most=1, optional=True)
