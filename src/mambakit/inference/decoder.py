@@ -84,11 +84,11 @@ class StepByStep:
         return caches.select(self._cache, [row])
 
 
-def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | StepByStep":
-    """The fastest way to decode `rows` rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
+def make_decoder(model: LanguageModel, backend: str) -> "Decoder | StepByStep":
+    """The fastest way to decode rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
     if backend in DECODE.kernels:
         return Decoder(model, backend)
-    if backend == "auto" and rows <= few_rows.MAX_ROWS and why_not(model) is None:
+    if backend == "auto" and why_not(model) is None:
         kernel = DECODE.offer(model.backbone.embedding.weight.detach())
         if kernel is not None:
             return Decoder(model, kernel.backend.name)
