@@ -23,7 +23,7 @@ from mambakit.inference.decoder_states import States, copied, step_of, take_out
 from mambakit.models.language_model import Backbone, LanguageModel
 from mambakit.models.layer import Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
-from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
+from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import decode, few_rows
 from mambakit.ops.backends import overwriting, use_backend
 from mambakit.ops.decode import DECODE, At, Decoding

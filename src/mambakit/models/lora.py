@@ -7,7 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from mambakit.models.quantization import PROJECTIONS, QuantizedLinear
+from mambakit.models.quantization import PROJECTIONS
+from mambakit.models.quantized_linear import QuantizedLinear
 
 Model = TypeVar("Model", bound=nn.Module)
 
