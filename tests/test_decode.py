@@ -427,7 +427,7 @@ BAD_SIZES = [reason for reason in REFUSED if ".weight is" in reason or "D is" in
 def test_what_is_refused(reason):
     model = REFUSED[reason]()
     assert reason in (why_not(model) or "")
-    assert isinstance(make_decoder(model, "auto", 1), StepByStep)
+    assert isinstance(make_decoder(model, "auto"), StepByStep)
     with pytest.raises(ValueError, match=r'cannot be decoded in one call \(backend "cpu"\)'):
         generate(model, [1], max_new_tokens=1, backend="cpu")
     if not isinstance(model, Other) and reason not in BAD_SIZES:
@@ -450,10 +450,9 @@ def test_parameters_of_other_sizes(name, bits):
 
 def test_backends_by_name():
     model = make_model(BLOCK)
-    assert isinstance(make_decoder(model, "auto", 16), Decoder)
-    assert isinstance(make_decoder(model, "cpu", 17), Decoder)
-    assert isinstance(make_decoder(model, "auto", 17), StepByStep)
-    assert isinstance(make_decoder(model, "torch", 1), StepByStep)
+    assert isinstance(make_decoder(model, "auto"), Decoder)
+    assert isinstance(make_decoder(model, "cpu"), Decoder)
+    assert isinstance(make_decoder(model, "torch"), StepByStep)
     with pytest.raises(ValueError, match="backend 'gpu' is unknown"):
         generate(model, [1], max_new_tokens=1, backend="gpu")
 

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from compare import error
 from mambakit.blocks.modules import Linear
 from mambakit.kernels.cpu.library import library, why_missing
-from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
+from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import few_rows as matvec
 from mambakit.ops.backends import use_backend
 
@@ -42,7 +42,7 @@ def decoded(weights: matvec.Weights) -> Tensor:
     assert weights.scales is not None
     if weights.format == matvec.INT8:
         return weights.weight.double() * weights.scales.double()[:, None]
-    from mambakit.models.quantization import NF4
+    from mambakit.models.quantized_linear import NF4
 
     rows, half = len(weights.weight), weights.group // 2
     codes = weights.weight.view(rows, -1, half)

@@ -29,18 +29,8 @@ from mambakit import (
     load_model,
     save_model,
 )
-from mambakit.models.quantization import (
-    NF4,
-    STRETCHES,
-    Bfloat16Linear,
-    Int4Linear,
-    Int8Linear,
-    QuantizedLinear,
-    bits_per_token,
-    quantization_report,
-    quantize,
-    weight_bytes,
-)
+from mambakit.models.quantization import bits_per_token, quantization_report, quantize, weight_bytes
+from mambakit.models.quantized_linear import NF4, STRETCHES, Bfloat16Linear, Int4Linear, Int8Linear, QuantizedLinear
 
 FAMILIES = ("mamba1", "mamba1-bare", "mamba2", "mamba3", "mamba3-mimo")
 MAKERS = {"bfloat16": Bfloat16Linear, "int8": Int8Linear, "int4": lambda linear: Int4Linear(linear, 32)}
@@ -145,7 +135,7 @@ def test_packing_is_as_documented():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_forward_is_the_decoded_weight(monkeypatch, make, dtype, bias):
-    monkeypatch.setattr("mambakit.models.quantization.BLOCK", 3 * 50)  # several blocks, the last one shorter
+    monkeypatch.setattr("mambakit.models.quantized_linear.BLOCK", 3 * 50)  # several blocks, the last one shorter
     linear = make_linear(7, 50, bias=bias)
     got = make(linear)
     x = torch.randn(2, 3, 50).to(dtype).requires_grad_()

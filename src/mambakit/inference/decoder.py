@@ -23,7 +23,7 @@ from mambakit.inference.decoder_states import States, copied, step_of, take_out
 from mambakit.models.language_model import Backbone, LanguageModel
 from mambakit.models.layer import Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
-from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
+from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear
 from mambakit.ops import decode, few_rows
 from mambakit.ops.backends import overwriting, use_backend
 from mambakit.ops.decode import DECODE, At, Decoding
@@ -85,11 +85,11 @@ class StepByStep:
         return caches.select(self._cache, [row])
 
 
-def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | StepByStep":
-    """The fastest way to decode `rows` rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
+def make_decoder(model: LanguageModel, backend: str) -> "Decoder | StepByStep":
+    """The fastest way to decode rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
     if backend in DECODE.kernels:
         return Decoder(model, backend)
-    if backend == "auto" and rows <= few_rows.MAX_ROWS and why_not(model) is None:
+    if backend == "auto" and why_not(model) is None:
         kernel = DECODE.offer(model.backbone.embedding.weight.detach())
         if kernel is not None:
             return Decoder(model, kernel.backend.name)

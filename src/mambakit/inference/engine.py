@@ -16,12 +16,14 @@ from mambakit.arguments import check_count, check_flag, shown
 from mambakit.blocks.caches import select
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder, make_decoder
+from mambakit.inference.guesses import Ngrams
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Stop, check_language_model, read_ids, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, State, Stops, Tokenizer
 from mambakit.inference.rows import Group, choose
 from mambakit.inference.sampling import Sampler, row_seeds
+from mambakit.inference.speculation import Speculation, is_wanted
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops import few_rows
 from mambakit.ops.backends import check_backend, use_backend
@@ -37,6 +39,9 @@ class Engine:
     the least left to read: a short one does not wait for a long one, nor a long one for ever. `prefill_rows` of them
     are read in one pass. More than one is faster where prompts are short, but torch's products add in an order that may
     depend on the others, so what a request gets does too, by rounding.
+
+    `speculate` is `mk.generate`'s, without a draft: while one request is alone, several of its tokens may be computed
+    at a time. Tokens stay those of `"off"`.
 
     Examples:
         >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
@@ -59,6 +64,7 @@ class Engine:
         prefill_chunk: int = 512,
         prefill_rows: int = 1,
         backend: str = "auto",
+        speculate: str = "off",
     ):
         check_count("max_rows", max_rows, least=1)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -72,6 +78,7 @@ class Engine:
             raise ValueError("prompts that go on from a prefix_cache are read one by one; leave out prefill_rows")
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self._chunk, self._together, self._backend = prefill_chunk, prefill_rows, backend
+        self._guesses = is_wanted(speculate, model, 1, backend)
         self._known = None if prefix_cache is None else Known(prefix_cache, model)
         self._new: deque[Request] = deque()
         self._line: list[Request] = []
@@ -275,10 +282,11 @@ class Engine:
         for group in self._groups:
             if len(group.requests) < group.room:
                 return group
-        decoder = make_decoder(self.model, self._backend, 1)
+        decoder = make_decoder(self.model, self._backend)
         # In one call rows do not touch one another; step by step, that holds for so many.
         room = self.max_rows if isinstance(decoder, Decoder) else few_rows.MAX_ROWS
-        self._groups.append(Group(decoder, device_of(self.model), room))
+        speculation = Speculation(decoder, Ngrams) if self._guesses and isinstance(decoder, Decoder) else None
+        self._groups.append(Group(decoder, device_of(self.model), room, speculation))
         return self._groups[-1]
 
     def _wants_state(self, request: Request) -> bool:

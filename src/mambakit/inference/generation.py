@@ -11,7 +11,7 @@ from torch import Tensor
 from mambakit.arguments import check_count, shown
 from mambakit.blocks.caches import concat, select
 from mambakit.inference.constraints import Constraint
-from mambakit.inference.decoder import make_decoder
+from mambakit.inference.decoder import Decoder, make_decoder
 from mambakit.inference.engine import check_model, reading_backend
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Ids, Stop, read_prompts, read_stops
@@ -132,7 +132,7 @@ class Stream(Iterator[Tensor]):
         self._group: Group | None = None
         begun = time.perf_counter()
         # "auto" makes one when the first token is taken in.
-        self._decoder = make_decoder(model, backend, len(prompts)) if backend == "cpu" else None
+        self._decoder = make_decoder(model, backend) if backend == "cpu" else None
         with torch.no_grad(), use_backend(reading_backend(backend)):
             if prefix_cache is None:
                 x_bd, self._prompt_cache = Reading(model, self._requests, prefill_chunk, cache=cache).finish()
@@ -200,10 +200,10 @@ class Stream(Iterator[Tensor]):
         self._logits_aw, self._is_behind = group.logits_bw, False
 
     def _make_group(self) -> Group:
-        decoder: Any = self._decoder or make_decoder(self._model, self._backend, len(self._requests))
-        if self._source is not None:
-            decoder = self._speculation = Speculation(decoder, self._source, seconds=self._prefill_seconds)
-        group = Group(decoder, device_of(self._model))
+        decoder, source = self._decoder or make_decoder(self._model, self._backend), self._source
+        if source is not None and isinstance(decoder, Decoder):
+            self._speculation = Speculation(decoder, lambda ids: source, seconds=self._prefill_seconds)
+        group = Group(decoder, device_of(self._model), speculation=self._speculation)
         group.load(self._requests, self._prompt_cache)
         self._prompt_cache = self._decoder = None
         return group

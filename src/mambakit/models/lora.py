@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mambakit.arguments import check_kind, number, shown
-from mambakit.models.quantization import PROJECTIONS, QuantizedLinear
+from mambakit.models.quantization import PROJECTIONS
+from mambakit.models.quantized_linear import QuantizedLinear
 
 Model = TypeVar("Model", bound=nn.Module)
 
