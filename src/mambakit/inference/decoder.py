@@ -23,12 +23,12 @@ from mambakit.inference.decoder_states import States, copied, step_of, take_out
 from mambakit.models.language_model import Backbone, LanguageModel
 from mambakit.models.layer import Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
-from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear
+from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear, IntegerInt4Linear
 from mambakit.ops import decode, few_rows
 from mambakit.ops.backends import overwriting, use_backend
 from mambakit.ops.decode import DECODE, At, Decoding
 
-PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
+PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear, IntegerInt4Linear)
 MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
 MODULES += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
@@ -85,10 +85,13 @@ class StepByStep:
 
 
 def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | StepByStep":
-    """The fastest way to decode `rows` rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
+    """The fastest way to decode `rows` rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not.
+
+    One call is faster at any number of rows (docs/benchmarks.md, "Products by format").
+    """
     if backend in DECODE.kernels:
         return Decoder(model, backend)
-    if backend == "auto" and rows <= few_rows.MAX_ROWS and why_not(model) is None:
+    if backend == "auto" and why_not(model) is None:
         kernel = DECODE.offer(model.backbone.embedding.weight.detach())
         if kernel is not None:
             return Decoder(model, kernel.backend.name)
