@@ -51,9 +51,9 @@ class Decoding:
         head = self._pack_matrix(model.head)
         head.rows = model.vocab_size  # the others only pad
         self._model = DecodeModel(
-            width=model.embedding.shape[1],
+            width=model.embedding.columns,
             parts=len(self._parts),
-            embedding=self._address(model.embedding),
+            embedding=self._pack_matrix(model.embedding),
             part=ctypes.addressof(self._parts),
             norm_f=self._pack_norm(model.norm_f),
             head=head,
