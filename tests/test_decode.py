@@ -291,7 +291,7 @@ def test_any_number_of_rows(name, bits):
     rows, tokens = 37, torch.arange(3 * 37).view(3, 37) % VOCABULARY
     with torch.no_grad():
         _, cache = model(torch.arange(4 * rows).view(rows, 4) % VOCABULARY)
-        decoder = make_decoder(model, "auto", rows)
+        decoder = make_decoder(model, "auto")
         assert isinstance(decoder, Decoder)
         decoder.load(cache)
         together = [decoder.step(ids_b) for ids_b in tokens]
@@ -318,7 +318,7 @@ def test_half_precision(name):
     wide, ids = copy.deepcopy(model).double(), torch.arange(2 * 9).view(2, 9) % VOCABULARY
     with torch.no_grad():
         cache = model(ids)[1]
-        decoders = [make_decoder(model, backend, 2) for backend in ("auto", "torch")]
+        decoders = [make_decoder(model, backend) for backend in ("auto", "torch")]
         assert [type(decoder) for decoder in decoders] == [Decoder, StepByStep]
         errors = []
         want, _ = wide.step(ids[:, 0], caches.to(cache, dtype=torch.float64))
@@ -480,7 +480,7 @@ BAD_SIZES = [reason for reason in REFUSED if ".weight is" in reason or "D is" in
 def test_what_is_refused(reason):
     model = REFUSED[reason]()
     assert reason in (why_not(model) or "")
-    assert isinstance(make_decoder(model, "auto", 1), StepByStep)
+    assert isinstance(make_decoder(model, "auto"), StepByStep)
     with pytest.raises(ValueError, match=r'cannot be decoded in one call \(backend "cpu"\)'):
         generate(model, [1], max_new_tokens=1, backend="cpu")
     if not isinstance(model, Other) and reason not in BAD_SIZES:
@@ -503,10 +503,9 @@ def test_parameters_of_other_sizes(name, bits):
 
 def test_backends_by_name():
     model = make_model(BLOCK)
-    assert isinstance(make_decoder(model, "auto", 16), Decoder)
-    assert isinstance(make_decoder(model, "cpu", 17), Decoder)
-    assert isinstance(make_decoder(model, "auto", 1000), Decoder)
-    assert isinstance(make_decoder(model, "torch", 1), StepByStep)
+    assert isinstance(make_decoder(model, "auto"), Decoder)
+    assert isinstance(make_decoder(model, "cpu"), Decoder)
+    assert isinstance(make_decoder(model, "torch"), StepByStep)
     with pytest.raises(ValueError, match="backend 'gpu' is unknown"):
         generate(model, [1], max_new_tokens=1, backend="gpu")
 

@@ -99,7 +99,7 @@ def test_quantized(name, bits):
 @torch.no_grad()
 def check_one_call_per_token(model: mk.LanguageModel) -> None:
     tokens = ids(2, 12)
-    decoder = make_decoder(model, "auto", 1)
+    decoder = make_decoder(model, "auto")
     assert isinstance(decoder, Decoder)
     decoder.load(model(tokens[:, :4])[1])
     found = torch.stack([decoder.step(token) for token in tokens[:, 4:].unbind(1)], 1)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mambakit.arguments import check_kind, shown
 from mambakit.blocks.modules import Linear
 from mambakit.models.quantized_linear import (
     Bfloat16Linear,
@@ -18,6 +19,7 @@ from mambakit.models.quantized_linear import (
     QuantizedLinear,
 )
 from mambakit.ops import few_rows
+from mambakit.ops.shapes import check_readable
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -51,16 +53,18 @@ def quantize(
         >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
         >>> small = mk.quantize(model, bits=4, head_bits=8)
     """
+    check_kind("model", model, nn.Module, "a model")
     for name, given in (("bits", bits), ("head_bits", head_bits)):
-        if given not in NARROW and (name, given) != ("head_bits", None):
-            raise ValueError(f"{name} is {given!r}, expected 16, 8 or 4")
+        if (type(given) is not int or given not in NARROW) and (name, given) != ("head_bits", None):
+            raise ValueError(f"{name} is {shown(given)}, expected 16, 8 or 4")
     if bits != 4 and group_size is not None:
         others = {8: "8 bits have one scale per row", 16: "16 bits have no scales"}
-        raise ValueError(f"group_size = {group_size!r} is for 4 bits; {others[bits]}")
-    if group_size not in (None, few_rows.GROUP):
-        activations = activations or "float32"
-    if activations not in (None, "float32", NARROW[bits]):
-        raise ValueError(f"activations is {activations!r}, expected 'float32' or {NARROW[bits]!r} for {bits} bits")
+        raise ValueError(f"group_size = {shown(group_size)} is for 4 bits; {others[bits]}")
+    if group_size is not None and group_size != few_rows.GROUP and activations is None:
+        activations = "float32"
+    if activations is not None and activations not in ("float32", NARROW[bits]):
+        expected = f"'float32' or {NARROW[bits]!r} for {bits} bits"
+        raise ValueError(f"activations is {shown(activations)}, expected {expected}")
     found = matrices_of(model)
     broken = [name for name, matrix in found.items() if not matrix.weight.isfinite().all()]
     if broken:
@@ -80,6 +84,8 @@ def quantize(
 NARROW = {16: "bfloat16", 8: "int8", 4: "int8"}
 """What rows are rounded to beside weights of so many bits."""
 FORMATS = ("bfloat16", "int8", "nf4", "int4")
+MAX_GROUP = 1 << 20
+"""Rows are filled up to whole groups."""
 
 
 def format_of(bits: int, activations: str) -> str:
@@ -92,12 +98,12 @@ def make_quantized(
     """What stands in for `linear`, which may be on the meta device. `group_size` is for `"nf4"`."""
     if format == "nf4":
         group_size = 32 if group_size is None else group_size
-        if type(group_size) is not int or group_size < 2 or group_size % 2:
-            raise ValueError(f"group_size is {group_size!r}, expected a positive even number")
+        if type(group_size) is not int or not 2 <= group_size <= MAX_GROUP or group_size % 2:
+            raise ValueError(f"group_size is {shown(group_size)}, expected a positive even number, at most {MAX_GROUP}")
         return Int4Linear(linear, group_size, activations)
     if format == "int4":
-        if group_size not in (None, few_rows.GROUP):
-            raise ValueError(f"group_size is {group_size!r}, expected 32; others need activations='float32'")
+        if group_size is not None and (type(group_size) is not int or group_size != few_rows.GROUP):
+            raise ValueError(f"group_size is {shown(group_size)}, expected 32; others need activations='float32'")
         return IntegerInt4Linear(linear)
     return {"bfloat16": Bfloat16Linear, "int8": Int8Linear}[format](linear, activations)
 
@@ -164,6 +170,8 @@ def quantization_report(model: nn.Module, quantized: nn.Module, ids_bs: Tensor) 
 
 def bits_per_token(model: nn.Module, ids_bs: Tensor) -> float:
     """The mean of -log2 of the probability of every token but the first, given those before it."""
+    check_kind("model", model, nn.Module, "a model")
+    check_readable("ids_bs", ids_bs)
     if ids_bs.dim() != 2 or ids_bs.shape[1] < 2:
         raise ValueError(f"ids_bs has shape {tuple(ids_bs.shape)}, expected [batch, s] with s of at least 2")
     with torch.no_grad():
