@@ -10,6 +10,7 @@ from torch import Tensor
 from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.few_rows import matrix
 from mambakit.kernels.cpu.library import pointer, run
+from mambakit.kernels.cpu.pages import gather
 from mambakit.kernels.cpu.structs import (
     AttentionPart,
     Decode,
@@ -113,6 +114,7 @@ class Decoding:
 
     def _pack_matrix(self, weights: Weights) -> Any:
         self._held += [t.detach() for t in (weights.weight, weights.scales, weights.bias) if t is not None]
+        gather(weights.weight)
         return matrix(weights)
 
     def _pack_norm(self, norm: decode.Norm) -> Norm:

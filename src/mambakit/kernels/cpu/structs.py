@@ -91,7 +91,7 @@ DecodeModel{int64_t width, parts; Matrix embedding; pointer part; Norm norm_f; M
   logits_scale;}
 Decode{pointer model; int64_t batch; pointer ids, text, before, after, run; int64_t runs; pointer again; bool stays;
   pointer logits;} decode(Decode)
-LargePages{pointer start; int64_t bytes;} large_pages(LargePages)
+LargePages{pointer start; int64_t bytes; bool touched;} large_pages(LargePages)
 VectorFunction{int64_t which; pointer x, y; int64_t n;} vector_function(VectorFunction)
 """
 
