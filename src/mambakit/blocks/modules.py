@@ -26,13 +26,17 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         # A compiler has its own way with a torch operator.
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if asked() != "torch" and input.dtype == self.weight.dtype == torch.float32:
+            if asked() != "torch" and input.numel() <= few_rows.MAX_ROWS * self.in_features and self.is_read_by(input):
                 y = few_rows.multiply(input, self.stored())
                 if y is not None:
                     return y
             if self.is_decoding(input):
                 return self.multiply_halves(input)
         return super().forward(input)
+
+    def is_read_by(self, input: Tensor) -> bool:
+        """Whether kernels multiply the two as they are."""
+        return input.dtype == self.weight.dtype and input.dtype in (torch.float32, torch.bfloat16)
 
     def is_decoding(self, input: Tensor) -> bool:
         if (
@@ -48,7 +52,7 @@ class Linear(nn.Linear):
 
     def stored(self) -> few_rows.Weights:
         """The weight as the decoding kernels read it."""
-        return few_rows.Weights(few_rows.FLOAT32, self.in_features, self.weight, None, self.bias)
+        return few_rows.Weights(few_rows.plain_format(self.weight), self.in_features, self.weight, None, self.bias)
 
     def multiply_halves(self, input: Tensor) -> Tensor:
         shape, k, bias = (*input.shape[:-1], self.out_features), self.in_features, self.bias
