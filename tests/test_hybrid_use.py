@@ -16,7 +16,7 @@ from mambakit.compat.auto import MambakitForCausalLM
 from mambakit.inference.decoder import Decoder, make_decoder
 from mambakit.inference.export import export_step
 from mambakit.kernels.cpu.library import why_missing
-from mambakit.models.quantization import QuantizedLinear
+from mambakit.models.quantized_linear import QuantizedLinear
 from mambakit.text.tokens import Bytes
 from mambakit.tools.checks import checks_of
 from mambakit.training.segments import run_in_segments

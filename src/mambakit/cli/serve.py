@@ -59,8 +59,8 @@ def load(args: argparse.Namespace) -> loading.Loaded:
 
 
 def run(args: argparse.Namespace) -> None:
-    for name in ("max_waiting", "max_body", "max_tokens"):
-        if getattr(args, name) < 1:
+    for name in ("max_waiting", "max_body", "max_tokens", "max_session_bytes"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port is {args.port}, expected 0 to 65535")

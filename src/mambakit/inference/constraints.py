@@ -1,7 +1,6 @@
 """Text that has to have a form: which tokens may come next, by `llguidance`; see docs/generation.md."""
 
 import json
-import reprlib
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from mambakit.arguments import check_count, shown
 from mambakit.optional import need
 from mambakit.text.tokens import Bytes, TokenizerFile
 
@@ -47,6 +47,8 @@ class Constraint:
     def __init__(self, wanted: Any, tokenizer: Any, vocab_size: int, max_new_tokens: int | None = None):
         if tokenizer is None:
             raise ValueError("a constraint is about text, so it needs a tokenizer")
+        check_count("vocab_size", vocab_size, least=1, most=2**31)
+        check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
         self._vocab_size = vocab_size
         self._table = table(tokenizer)
         self._matcher = import_llguidance().LLMatcher(self._table.known, grammar(wanted), log_level=0)
@@ -182,7 +184,7 @@ def grammar(wanted: Any) -> str:
     """`llguidance`'s own form of a JSON schema, a regular expression or a lark grammar."""
     forms = 'a JSON schema as a dict, {"regex": ...} or {"grammar": ...}'
     if not isinstance(wanted, dict):
-        raise ValueError(f"constraint is {reprlib.repr(wanted)}, expected {forms}")
+        raise ValueError(f"constraint is {shown(wanted)}, expected {forms}")
     named = [form for form in COMPILERS if form in wanted]
     if named and len(wanted) > 1:
         raise ValueError(f"constraint has {', '.join(map(repr, wanted))}, expected one of: {forms}")
@@ -190,7 +192,7 @@ def grammar(wanted: Any) -> str:
     if named:
         text = wanted[named[0]]
         if not isinstance(text, str):
-            raise ValueError(f"constraint has {named[0]} {reprlib.repr(text)}, expected a string")
+            raise ValueError(f"constraint has {named[0]} {shown(text)}, expected a string")
         return getattr(matchers, COMPILERS[named[0]])(text)
     try:
         return matchers.grammar_from_json_schema(json.dumps(wanted, allow_nan=False), defaults=SPACES)
@@ -199,7 +201,11 @@ def grammar(wanted: Any) -> str:
 
 
 def table(tokenizer: Any) -> Table:
-    if tokenizer not in TABLES:
+    try:
+        known = tokenizer in TABLES
+    except TypeError:  # what cannot be a key is none of ours
+        known = False
+    if not known:
         llguidance = import_llguidance()
         if isinstance(tokenizer, Bytes):
             made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ByteTable()))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.arguments import check_count, check_flag, shown
 from mambakit.blocks.caches import select
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder, make_decoder
@@ -21,12 +22,11 @@ from mambakit.inference.prompts import Stop, check_language_model, read_ids, rea
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, State, Stops, Tokenizer
 from mambakit.inference.rows import Group, choose
-from mambakit.inference.sampling import Sampler, check_count, row_seeds
+from mambakit.inference.sampling import Sampler, row_seeds
 from mambakit.inference.speculation import Speculation, is_wanted
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops import few_rows
 from mambakit.ops.backends import check_backend, use_backend
-from mambakit.ops.shapes import check_flag
 
 
 class Engine:
@@ -121,16 +121,17 @@ class Engine:
     ) -> Request:
         """Put a request in line. ValueError, and nothing is put, where something in it makes no sense.
 
-        `stop` are ids, sequences of ids and strings. `logprobs` asks for log-probabilities, of the tokens that come and
-        of so many likely ones; `echo` for the prompt's too, or, a number, for those from that token on. `ends` are
-        numbers of tokens after which a message ends: states are kept there. `state` is one to begin from, whose ids
-        begin the prompt; `keep_state` asks for the one after all tokens. `constraint` is the form that the text has to
-        have: a JSON schema, `{"regex": ...}` or `{"grammar": ...}`; it needs the tokenizer. `on_token(request)` is
-        called by the thread that steps, after each token and at the end.
+        Without `max_new_tokens` nothing ends it but a stop, the end of its constraint's form, or `cancel`. `stop` are
+        ids, sequences of ids and strings. `logprobs` asks for log-probabilities, of the tokens that come and of so many
+        likely ones; `echo` for the prompt's too, or, a number, for those from that token on. `ends` are numbers of
+        tokens after which a message ends: states are kept there. `state` is one to begin from, whose ids begin the
+        prompt; `keep_state` asks for the one after all tokens. `constraint` is the form that the text has to have: a
+        JSON schema, `{"regex": ...}` or `{"grammar": ...}`; it needs the tokenizer. `on_token(request)` is called by
+        the thread that steps, after each token and at the end.
         """
         vocabulary = self.model.config.vocab_size
-        check_count("max_new_tokens", max_new_tokens, least=0)
-        check_count("logprobs", logprobs, least=0)
+        check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
+        check_count("logprobs", logprobs, least=0, optional=True)
         check_count("echo", int(echo) if isinstance(echo, bool) else echo, least=0)
         sampler = Sampler(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
@@ -146,7 +147,9 @@ class Engine:
         if state is not None and list(state.ids) != prompt[: len(state.ids)]:
             raise ValueError("the prompt does not begin with the tokens of its state; leave the state out")
         if any(type(end) is not int or not 0 < end <= len(prompt) for end in ends):
-            raise ValueError(f"ends = {list(ends)!r} has to be numbers of tokens from 1 to the prompt's {len(prompt)}")
+            raise ValueError(
+                f"ends = {shown(list(ends))} has to be numbers of tokens from 1 to the prompt's {len(prompt)}"
+            )
         request = Request(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -312,6 +315,8 @@ def check_model(model: LanguageModel) -> None:
     check_language_model(model)
     if model.backbone.levels:
         raise ValueError("generation is for models without latents: rows of all lengths would share their places")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device, where weights have no numbers; load it onto another one")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise ValueError(
             "generate takes whole models, and parameters of this one are shares; load a whole copy, one per process"

@@ -90,7 +90,7 @@ def sample(sampler: Sampler, requests: Sequence[Request], logits_bw: Tensor) -> 
         seen_bw = torch.stack([request.seen(logits_bw.shape[1]) for request in requests])
     try:
         return sampler.choose(logits_bw, seen_bw, draws_b).tolist()
-    except ValueError as error:
+    except Exception as error:  # of these requests alone: the others go on
         if len(requests) == 1:
             requests[0].finish("error", error)
             return [None]
@@ -101,7 +101,7 @@ def sample(sampler: Sampler, requests: Sequence[Request], logits_bw: Tensor) -> 
 def give(request: Request, token: int, logits_bw: Tensor, row: int) -> str | None:
     try:
         token = request.settle(token)
-    except ValueError as error:  # of its constraint
+    except Exception as error:  # of its constraint
         request.finish("error", error)
         return None
     request.tokens.append(token)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mambakit.arguments import shown
 from mambakit.inference import decoder as decoders
 from mambakit.inference.decoder import Decoder
 from mambakit.inference.guesses import Draft, Ngrams, Source
@@ -194,7 +195,7 @@ def make_source(
 def is_wanted(asked: str, model: LanguageModel, rows: int, backend: str) -> bool:
     """Whether n-grams guess. What is asked for by name is, or it is a ValueError."""
     if asked not in KINDS:
-        raise ValueError(f"speculate is {asked!r}, expected one of {', '.join(map(repr, KINDS))}")
+        raise ValueError(f"speculate is {shown(asked)}, expected one of {', '.join(map(repr, KINDS))}")
     reason = None if asked == "off" else why_not(model, rows, backend)
     if asked == "ngram" and reason is not None:
         raise ValueError(f'speculate="ngram": {reason}; "auto" leaves it out')
