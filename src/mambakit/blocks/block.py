@@ -157,14 +157,13 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
 
     def restarted(self, cache: Cache, fresh_b: Tensor) -> Cache:
         """`cache` with the rows of `fresh_b` as a fresh cache has them."""
-        if none_of(fresh_b):
+        rows = seen(fresh_b)
+        if rows == []:
             return cache
         new = self.fresh_cache(1)
         return type(cache)(
             *(
-                torch.where(fresh_b.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.dtype), old)
-                if isinstance(old, Tensor)
-                else old
+                replaced(old, fresh.to(old.dtype), fresh_b, rows) if isinstance(old, Tensor) else old
                 for fresh, old in zip(new, cache, strict=True)
             )
         )
@@ -321,11 +320,21 @@ def resets(reset_b: Tensor | None, x_b: Tensor) -> Options:
     return {"reset_bs": reset_b[:, None]}
 
 
-def none_of(flags_b: Tensor) -> bool:
-    """Whether none is set, where looking costs nothing: no device to wait for, no compiler or gradient to mislead."""
+def seen(flags_b: Tensor) -> list[int] | None:
+    """Which are set; None unless looking costs nothing: no device to wait for, no compiler or gradient to mislead."""
     if not flags_b.is_cpu or type(flags_b) is not Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    return not torch._C._are_functorch_transforms_active() and not flags_b.any()
+        return None
+    return None if torch._C._are_functorch_transforms_active() else flags_b.nonzero()[:, 0].tolist()
+
+
+def replaced(old: Tensor, fresh: Tensor, flags_b: Tensor, rows: list[int] | None) -> Tensor:
+    """`old` with `fresh`, a batch of one, in the flagged rows. Where these are known, copies are all it takes."""
+    if rows is None:
+        return torch.where(flags_b.view(-1, *[1] * (old.dim() - 1)), fresh, old)
+    changed = old.clone()
+    for row in rows:
+        changed[row] = fresh[0]
+    return changed
 
 
 def check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
