@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import table
-from mambakit.models.quantization import NF4, STRETCHES
+from mambakit.models.quantized_linear import NF4, STRETCHES
 
 COUNT, GROUP = 128_000, 32
 CODEBOOKS = {

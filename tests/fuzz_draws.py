@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import mambakit as mk
 from blocks import CONFIGS, random_cache, tokens
 from calls import OPERATIONS, tensors_of
+from fuzz_around import AROUND
 from fuzz_compat import official_call
 from fuzz_kinds import DTYPES, OTHER_DTYPES
 from mambakit import caches
@@ -386,6 +387,13 @@ def compat_call(draw: random.Random) -> Call:
     return Call(name, run, arguments, run)
 
 
+def around_call(draw: random.Random) -> Call:
+    run, arguments = draw.choice(AROUND)()
+    for _ in range(draw.choice((0, 1, 1, 1, 2))):
+        arguments[draw.choice(list(arguments))] = junk(draw)
+    return Call(run.__name__, run, arguments, None)
+
+
 CALLS: dict[Callable[[random.Random], Call], int] = {
     operation_call: 10,
     block_call: 6,
@@ -396,5 +404,6 @@ CALLS: dict[Callable[[random.Random], Call], int] = {
     engine_call: 2,
     config_call: 1,
     compat_call: 4,
+    around_call: 3,
 }
 """What is drawn, and how often."""

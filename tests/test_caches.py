@@ -348,6 +348,17 @@ def test_tensors_without_rows():
 
 def test_what_is_no_dtype_or_device():
     cache = used_model_cache(1)
+    with pytest.raises(
+        ValueError, match=r"^cache.* is on the meta device and has no numbers that could be brought to cpu"
+    ):
+        caches.to(caches.to(cache, "meta"), "cpu")
+    assert caches.to(caches.to(cache, "meta"), dtype=torch.float64)[0][0].is_meta
+    with pytest.raises(
+        ValueError, match=r"cannot become torch.float8_e4m3fn; choose a floating-point one: torch.float16"
+    ):
+        caches.to(cache, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="device is 'vulkan', which torch does not know or have here"):
+        caches.to(cache, "vulkan")
     with pytest.raises(ValueError, match=r"dtype is \(\), expected a torch.dtype"):
         caches.to(cache, dtype=())  # type: ignore[arg-type]
     for device in ("nowhere", 0.5):

@@ -147,6 +147,17 @@ def test_bad_input_is_one_line_and_exit_code_2(data, tmp_path, capsys):
         ([tmp_path / "absent", *out], "there is no file or folder"),
         ([data, "--out", data, "--steps=2"], "is not an empty folder"),
         ([data, *out, "--accumulate=3"], "3 equal parts"),
+        *(([data, *out, f"--lr={lr}"], "lr = ") for lr in ("inf", "nan", "0", "-1")),
+        *(([data, *out, f"--weight-decay={share}"], "weight_decay") for share in ("inf", "nan", "-1")),
+        *(([data, *out, f"--balance={share}"], "balance") for share in ("inf", "nan", "-1")),
+        *(([data, *out, f"--clip={most}"], "clip = ") for most in ("nan", "0", "-1")),
+        *(
+            ([data, *out, f"--{name}={share}"], name)
+            for name in ("floor", "decay")
+            for share in ("inf", "nan", "-1", "2")
+        ),
+        *(([data, *out, f"--held-out={share}"], "held") for share in ("inf", "nan", "-1", "1")),
+        ([data, *out, "--device=vulkan"], "device is 'vulkan', which torch does not know or have here"),
         ([data, *out, "--family=mamba2", "--mimo-rank=2"], "--mimo-rank is for mamba3"),
         ([data, *out, "--tokenizer", binary], "is not a file of the tokenizers package"),
         ([data / "d1", *out], "give more text, or a smaller --batch or --seq-len"),

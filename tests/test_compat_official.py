@@ -1,6 +1,7 @@
 """The cases of the official test suites, from their published parameters and with their tolerances, on the CPU.
 
-A sample of each grid by default; all of it, in the published sizes, with MAMBAKIT_OFFICIAL_GRID=full.
+A sample of each grid by default; in the published sizes all of it with MAMBAKIT_OFFICIAL_GRID=full, or so many cases of
+each grid with a number.
 """
 
 import os
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 
 from test_compat import installed, official  # noqa: F401 - a fixture
 
-FULL = os.environ.get("MAMBAKIT_OFFICIAL_GRID") == "full"
+ASKED = os.environ.get("MAMBAKIT_OFFICIAL_GRID", "")
+FULL = ASKED != ""
 HALF, BHALF, SINGLE = torch.float16, torch.bfloat16, torch.float32
 DTYPES = [SINGLE, HALF, BHALF]
 BOTH = [False, True]
@@ -25,7 +27,8 @@ def grid(names, sample, published, small=None):
     """All combinations of published values; by default a sample, with smaller values where some are given."""
     axes = published if FULL else {**published, **(small or {})}
     cases = list(product(*(axes[name] for name in names.split(", "))))
-    return pytest.mark.parametrize(names, cases if FULL else random.Random(0).sample(cases, min(sample, len(cases))))
+    count = int(ASKED) if ASKED.isdigit() else len(cases) if FULL else sample
+    return pytest.mark.parametrize(names, random.Random(0).sample(cases, min(count, len(cases))))
 
 
 def sized(published, small):

@@ -242,6 +242,26 @@ def test_tables(tmp_path):
             read_documents([write(tmp_path, name, "no table")])
 
 
+def test_arrow_files_are_not_believed(tmp_path):
+    """Offsets that point beyond the texts would be read there."""
+    arrow = pytest.importorskip("pyarrow")
+    batch = arrow.record_batch({"text": ["ab", "cd"]})
+    with arrow.OSFile(str(tmp_path / "x.arrow"), "wb") as file, arrow.ipc.new_stream(file, batch.schema) as stream:
+        stream.write(batch)
+    content = (tmp_path / "x.arrow").read_bytes()
+    offsets = b"\0\0\0\0\2\0\0\0\4\0\0\0"
+    assert content.count(offsets) == 1
+    for wrong in (b"\0\0\0\0\2\0\0\0\xff\xff\xff\x0f", b"\0\0\0\0\2\0\0\0\1\0\0\0"):
+        (tmp_path / "x.arrow").write_bytes(content.replace(offsets, wrong))
+        with pytest.raises(ValueError, match=r"x\.arrow cannot be read"):
+            read_documents([tmp_path / "x.arrow"])
+
+
+def test_tools_need_a_template():
+    with pytest.raises(ValueError, match="tools are for a chat template"):
+        Chat(Bytes()).text(MORE, tools=[{"type": "function"}])
+
+
 def test_tables_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"reading .*x\.parquet needs pyarrow: pip install pyarrow"):

@@ -372,6 +372,13 @@ class TestTrouble:
             ({"ends": [5]}, "ends = "),
             ({"logprobs": -2}, "logprobs is -2"),
             ({"seed": "x"}, "seed is 'x'"),
+            ({"temperature": None}, "temperature is None"),
+            ({"temperature": 10**400}, "temperature is 1000"),
+            (
+                {"repetition_penalty": 1e-40},
+                "repetition_penalty is 1e-40, expected a finite number above 0 and at least 1e-06",
+            ),
+            ({"echo": None}, "echo is None"),
         ],
     )
     def test_what_makes_no_sense(self, given, told):
@@ -379,8 +386,10 @@ class TestTrouble:
         with pytest.raises(ValueError, match=told):
             engine.add(**{"ids": [1, 2], **given})
         assert engine.waiting == 0
-        with pytest.raises(ValueError, match="max_rows is 0"):
-            Engine(make("mamba1"), max_rows=0)
+        for name in ("max_rows", "prefill_chunk", "prefill_rows"):
+            for number in (0, None):
+                with pytest.raises(ValueError, match=f"{name} is {number}, expected"):
+                    Engine(make("mamba1"), **{name: number})
 
     def test_one_that_fails_takes_nobody_along(self):
         model = make("mamba2")
@@ -396,8 +405,11 @@ class TestTrouble:
             [*spoiled.state.ids, 1], max_new_tokens=6, temperature=0, state=spoiled.state._replace(cache=broken)
         )
         wrong = engine.add([*spoiled.state.ids, 1], max_new_tokens=6, state=spoiled.state._replace(cache=("no cache",)))
+        odd = [engine.add([1, 2], 6, temperature=t, seed=1) for t in (5e-324, 1e308, 2**70)]
         engine.run()
         assert good.tokens == alone(model, [1, 2], max_new_tokens=6, temperature=0)
+        assert [len(one.tokens) for one in odd] == [6] * 3
+        assert odd[0].tokens == good.tokens
         assert (bad.finish_reason, wrong.finish_reason) == ("error", "error")
         assert "not finite" in str(bad.error)
         assert isinstance(wrong.error, ValueError)

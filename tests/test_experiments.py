@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from mambakit.cli.main import main
-from mambakit.tools.experiments import digits, expressions, fitting, permutations, state_tracking
-from mambakit.tools.experiments.fitting import Fit, Recipe
+from mambakit.tools.experiments import digits, expressions, fitting, interrupted, permutations, report, state_tracking
+from mambakit.tools.experiments.fitting import Fit
+from mambakit.tools.experiments.interrupted import Interrupted
+from mambakit.tools.experiments.recipe import Lengths, Recipe
 from mambakit.tools.experiments.tasks import IGNORE, RECALL_WORDS, TASKS
 from mambakit.tools.experiments.variants import VARIANTS
 
@@ -122,19 +124,58 @@ def test_scores():
 
 
 def test_curriculum():
-    recipe, task = Recipe(steps=1000), TASKS["parity"]
-    longest = [recipe.longest(task, step) for step in range(1000)]
+    lengths = Lengths(TASKS["parity"], Recipe(steps=1000))
+    longest = [lengths.longest(step) for step in range(1000)]
     assert longest[0] == 8
     assert longest[350] == 36  # halfway by factors: the root of 8 * 160
     assert longest[700] == longest[-1] == 160
     assert all(a <= b for a, b in pairwise(longest))
 
 
+def test_curriculum_of_the_paper():
+    lengths = Lengths(TASKS["arithmetic"], state_tracking.AS_THE_PAPER)
+    assert [lengths.longest(step) for step in (0, 5000, 9999)] == [40, 100, 160]
+    drawn = [lengths.draw(9999, random.Random(i)) for i in range(200)]
+    assert {count for count, _ in drawn} == {256}
+    assert min(length for _, length in drawn) < 10
+    assert max(length for _, length in drawn) > 150
+
+
+def test_curriculum_of_mastery():
+    """Only good answers at the longest length make it grow, each time shown anew, up to the last."""
+    lengths = Lengths(TASKS["arithmetic"], Recipe(steps=10, curriculum="mastery", first=5))
+    for _ in range(100):
+        lengths.learn(4, 1.0)
+        lengths.learn(5, 0.9)
+    assert lengths.longest(9) == 5
+    while lengths.longest(0) == 5:
+        lengths.learn(5, 1.0)
+    assert lengths.longest(0) == 6
+    lengths.learn(6, 1.0)
+    assert lengths.longest(0) == 6
+    for _ in range(1000):
+        lengths.learn(lengths.longest(0), 1.0)
+    assert lengths.longest(0) == 160
+
+
+def test_curricula_have_names():
+    with pytest.raises(ValueError, match="curriculum 'hard' is unknown; choose from factors, mastery, linear"):
+        Recipe(steps=1, curriculum="hard")
+
+
+def test_budget_of_the_paper():
+    recipe = state_tracking.recipes("paper")["arithmetic"]
+    assert len(recipe.trials) == 16
+    assert {trial.d_model for trial in recipe.trials} == {32, 64}
+    assert (recipe.learning_rates[0], recipe.learning_rates[-1]) == (1e-4, 1e-2)
+    assert recipe.called(recipe.trials[0]) == "width 32, rate 1.0e-04, seed 0"
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name):
     """Logits for every class, the same weights from the same seed, and a step that continues."""
     task = TASKS["a5"]
-    model, same = (VARIANTS[name].build(task, 64, seed=3) for _ in range(2))
+    model, same = (VARIANTS[name].build(task, Recipe(steps=1), 64, seed=3) for _ in range(2))
     for one, two in zip(model.parameters(), same.parameters(), strict=True):
         assert torch.equal(one, two)
     ids = task.generate(2, 9, random.Random(0)).ids_bs
@@ -149,7 +190,7 @@ def test_variants(name):
 
 
 def test_fixed_frequencies_depend_on_the_place_alone():
-    model = VARIANTS["mamba3-fixed"].build(TASKS["parity"], 64, seed=0)
+    model = VARIANTS["mamba3-fixed"].build(TASKS["parity"], Recipe(steps=1), 64, seed=0)
     pairs = 32
     with torch.no_grad():
         caches = [model(torch.randint(3, (1, 7)))[1] for _ in range(2)]
@@ -166,9 +207,9 @@ def test_fixed_frequencies_depend_on_the_place_alone():
 
 def test_training_learns_and_repeats_itself():
     task = replace(TASKS["parity"], lengths=(2, 4, 4), test_length=4)
-    recipe = Recipe(steps=80, d_model=32, tokens=64, seeds=(1,), test_sequences=64, warmup=10)
+    recipe = Recipe(steps=80, d_models=(32,), tokens=64, seeds=(1,), test_sequences=64, warmup=10)
     steps = []
-    fit = fitting.search(task, VARIANTS["mamba3"], recipe, lambda step, loss: steps.append(step))
+    fit = fitting.search(task, VARIANTS["mamba3"], recipe, lambda step, *_: steps.append(step))
     assert steps == list(range(1, 81))
     assert sum(fit.losses[-20:]) < 0.7 * sum(fit.losses[:20])
     assert set(fit.scores) == {1, 4}
@@ -176,23 +217,65 @@ def test_training_learns_and_repeats_itself():
     assert fitting.search(task, VARIANTS["mamba3"], replace(recipe, steps=3), lambda *_: None).losses == again.losses
 
 
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("curriculum", ["factors", "mastery"])
+def test_a_killed_search_goes_on_to_the_same_end(curriculum, tmp_path, monkeypatch):
+    """Killed in the first trial and in the second: losses, lengths and scores are those of one that was left alone."""
+    task = replace(TASKS["parity"], lengths=(2, 4, 6), test_length=8)
+    sizes = {"d_models": (16,), "state_rank": 8, "per_head_dim": 16, "tokens": 24, "test_sequences": 16}
+    recipe = Recipe(steps=9, seeds=(0, 1), curriculum=curriculum, mastered=0.1, warmup=2, **sizes)
+    alone = fitting.search(task, VARIANTS["mamba3"], recipe, lambda *_: None)
+    monkeypatch.setattr(interrupted, "EVERY", -1.0)
+    path, steps = tmp_path / "stopped" / "it.pt", []
+
+    def kill(at):
+        def tell(step, *_):
+            steps.append(step)
+            if len(steps) == at:
+                raise KilledError
+
+        return tell
+
+    for at in (4, 13):
+        with pytest.raises(KilledError):
+            fitting.search(task, VARIANTS["mamba3"], recipe, kill(at), Interrupted(path))
+    with pytest.raises(ValueError, match=r"it.pt is a training that was stopped after 1 trials; --resume goes on"):
+        Interrupted(path, resume=False)
+    kept = Interrupted(path)
+    fit = fitting.search(task, VARIANTS["mamba3"], recipe, kill(0), kept)
+    assert steps == [*range(1, 10), *range(1, 10)]
+    for name in ("losses", "lengths", "valid_score", "scores", "tried", "trial"):
+        assert getattr(fit, name) == getattr(alone, name), name
+    kept.remove()
+    assert not path.exists()
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "it.pt").write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"it.pt is damaged .*; remove it to start again"):
+        Interrupted(tmp_path / "it.pt")
+
+
 def test_seeds_are_chosen_at_validation_length(monkeypatch):
     """The first that has learned it ends the search; without one, the best there, whatever the test says."""
     found = {0: 20.0, 1: 60.0, 2: 40.0}
 
-    def train(task, variant, recipe, seed, progress):
-        fit = Fit(task=task.name, variant=variant.name, seed=seed, parameters=0, recipe=recipe)
-        fit.valid_score = found[seed]
-        return fit, seed
+    def train(task, variant, recipe, trial, progress, kept):
+        fit = Fit(task=task.name, variant=variant.name, trial=trial, parameters=0, recipe=recipe)
+        fit.valid_score = found[trial.seed]
+        return fit, trial.seed
 
     monkeypatch.setattr(fitting, "train", train)
     monkeypatch.setattr(fitting, "score", lambda task, model, *_: 100.0 - 10 * model)
     arguments = (TASKS["parity"], VARIANTS["mamba3"], Recipe(steps=1), lambda *_: None)
     fit = fitting.search(*arguments)
-    assert (fit.seed, fit.scores[256]) == (1, 90.0)
-    assert fit.tried == [(0, 20.0), (1, 60.0), (2, 40.0)]
+    assert (fit.trial.seed, fit.scores[256]) == (1, 90.0)
+    assert fit.tried == [("0", 20.0), ("1", 60.0), ("2", 40.0)]
     found[0] = 99.9
-    assert fitting.search(*arguments).tried == [(0, 99.9)]
+    assert fitting.search(*arguments).tried == [("0", 99.9)]
 
 
 def test_the_paper_is_beside_its_own_rows():
@@ -214,6 +297,28 @@ def test_state_tracking_command(tmp_path, capsys):
     assert [(row["task"], row["variant"]) for row in printed["rows"]] == [("parity", "mamba2"), ("recall", "mamba3")]
     assert set(printed["rows"][0]["scores"]) == {"40", "160", "208", "256"}
     assert (tmp_path / "state-tracking.png").read_bytes().startswith(b"\x89PNG")
+    before = (tmp_path / "results.json").stat().st_mtime_ns
+    assert main([*command, "--task", "recall", "--variant", "mamba3", "--resume"]) == 0
+    assert (tmp_path / "results.json").stat().st_mtime_ns == before, "what is done is not done again"
+    assert not list(tmp_path.glob("stopped/*.pt"))
+
+
+def test_the_paper_command(tmp_path, capsys):
+    """16 trials of it, here of one step each."""
+    steps = ["--steps", "1", "--sequences", "2"]
+    run = ["experiment", "state-tracking", "--paper", "--task", "parity", "--variant", "mamba2", *steps]
+    assert main([*run, "--out", str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert len(row["tried"]) == 16
+    assert row["recipe"]["sequences"] == 256
+    assert row["taken"] in {name for name, _ in row["tried"]}
+
+
+def test_rows_from_before_there_were_trials(tmp_path):
+    row = {"task": "parity", "variant": "mamba3", "seed": 1, "tried": [[0, 20.0], [1, 60.0]]}
+    (tmp_path / "results.json").write_text(json.dumps({"rows": [row]}))
+    (read,) = report.load_rows(tmp_path / "results.json")
+    assert report.tried(read) == "(0), 1"
 
 
 @pytest.mark.parametrize(
@@ -223,6 +328,7 @@ def test_state_tracking_command(tmp_path, capsys):
         (["--variant", "gpt"], "model gpt is unknown; choose from mamba3, "),
         (["--task", "a5", "--variant", "mamba2"], "none of mamba2 is compared on a5"),
         (["--steps", "0"], "steps = 0 has to be positive"),
+        (["--quick", "--paper"], "--quick and --paper are two budgets; choose one"),
         (["--sequences", "-1"], "test_sequences = -1 has to be positive"),
     ],
 )

@@ -127,7 +127,7 @@ class TestOneRecord:
         ids = torch.cat([torch.tensor([[1, 2, 3]]), given[:1]], 1)
         logits, _ = model(ids)
         assert torch.equal(logits[0, 2:-1].argmax(-1), given[0])
-        assert isinstance(make_decoder(model, "auto", 1), StepByStep)
+        assert isinstance(make_decoder(model, "auto"), StepByStep)
         with pytest.raises(ValueError, match="mixer is a Leaky"):
             mk.generate(model, [1], max_new_tokens=1, backend="cpu")
 

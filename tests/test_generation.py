@@ -584,10 +584,50 @@ def test_bad_caches():
             PrefixCache(**{name: 0})
 
 
+def test_a_model_without_numbers_is_refused():
+    with pytest.raises(ValueError, match="the model is on the meta device"):
+        generate(make_model().to("meta"), [1], max_new_tokens=1)
+
+
 def test_latents_are_refused():
     config = ModelConfig(block=CONFIGS["mamba2"], n_layer=2, vocab_size=VOCABULARY, stack_latents=("start",))
     with pytest.raises(ValueError, match="generation is for models without latents"):
         generate(LanguageModel(config), [1, 2], max_new_tokens=1)
+
+
+ABSURD = [2**64, 10**400, 10**5000, -(2**64), 5e-324, 1e-40, 1e308, math.inf, math.nan, True, "1", None]
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+def test_absurd_numbers_are_refused_or_do_what_they_say(name):
+    """The sampler itself, with a token that may not come: a draw is one of the others, whatever is asked for."""
+    logits_bw, seen_bw = torch.tensor([[1.0, 2.0, -math.inf, -1.0]]), torch.tensor([[True, False, True, True]])
+    for value in ABSURD:
+        told = None
+        try:
+            sampler = Sampler(**{name: value})
+        except ValueError as error:
+            told = str(error)
+        if told is not None:
+            assert told.startswith(f"{name} is "), value
+            assert len(told) < 200
+            continue
+        for level in (0.0, 0.5, 1 - 2.0**-52):
+            picked = sampler.choose(logits_bw, seen_bw, torch.tensor([level], dtype=torch.float64)).tolist()
+            assert picked[0] in (0, 1, 3), value
+
+
+def test_what_has_to_be_given_is_not_none():
+    model = make_model()
+    for name in ("temperature", "prefill_chunk", "pad_id"):
+        with pytest.raises(ValueError, match=f"^{name} is None, expected"):
+            generate(model, [1], **{"max_new_tokens": 1, name: None})
+    with pytest.raises(ValueError, match=r"max_new_tokens is None .* give max_new_tokens or a stop"):
+        generate(model, [1], max_new_tokens=None)
+    ends = generate(model, [1], max_new_tokens=40, seed=3)[0].tolist()
+    assert (
+        generate(model, [1], max_new_tokens=None, stop=ends[20], seed=3)[0].tolist() == ends[: ends.index(ends[20]) + 1]
+    )
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])

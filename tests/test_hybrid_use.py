@@ -16,7 +16,7 @@ from mambakit.compat.auto import MambakitForCausalLM
 from mambakit.inference.decoder import Decoder, make_decoder
 from mambakit.inference.export import export_step
 from mambakit.kernels.cpu.library import why_missing
-from mambakit.models.quantization import QuantizedLinear
+from mambakit.models.quantized_linear import QuantizedLinear
 from mambakit.text.tokens import Bytes
 from mambakit.tools.checks import checks_of
 from mambakit.training.segments import run_in_segments
@@ -99,7 +99,7 @@ def test_quantized(name, bits):
 @torch.no_grad()
 def check_one_call_per_token(model: mk.LanguageModel) -> None:
     tokens = ids(2, 12)
-    decoder = make_decoder(model, "auto", 1)
+    decoder = make_decoder(model, "auto")
     assert isinstance(decoder, Decoder)
     decoder.load(model(tokens[:, :4])[1])
     found = torch.stack([decoder.step(token) for token in tokens[:, 4:].unbind(1)], 1)

@@ -21,6 +21,8 @@ LEVELS = [
 ]
 # Kernels stand aside: `ops` imports them as a whole, they register behind operations, and nothing else knows them.
 KERNELS = "kernels"
+# Known to all, and knowing nothing of them.
+OUTSIDE = ("arguments", "optional")
 IMPORTS_KERNELS = ROOT / "ops" / "__init__.py"
 
 
@@ -48,13 +50,17 @@ def below(part: str) -> set[str]:
     if part == KERNELS:
         return {KERNELS, "ops"}
     level = next(i for i, parts in enumerate(LEVELS) if part in parts)
-    return {part, "__version__", "optional"}.union(*LEVELS[:level])
+    return {part, "__version__", *OUTSIDE}.union(*LEVELS[:level])
 
 
 def test_every_folder_has_its_place():
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == {KERNELS}.union(*LEVELS)
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "optional.py", "public.py"}
+    assert {path.name for path in ROOT.glob("*.py")} == {
+        "__init__.py",
+        "public.py",
+        *(f"{name}.py" for name in OUTSIDE),
+    }
 
 
 @pytest.mark.parametrize("part", sorted({KERNELS}.union(*LEVELS)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mambakit as mk
-from mambakit.inference import speculation
+from mambakit.inference import Engine, speculation
 from mambakit.inference.guesses import Draft, Ngrams
 from mambakit.inference.speculation import Speculation
 from mambakit.kernels.cpu.library import why_missing
@@ -218,6 +218,41 @@ class TestTokens:
                 ids.append(token)
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_in_an_engine(name, bits):
+    """While a request is alone it is guessed; tokens, log-probabilities and states are those without, bit for bit."""
+    model, found = make(name, bits), []
+    for kind in ("off", "ngram"):
+        engine, draw, requests = Engine(model, speculate=kind, prefill_chunk=64), random.Random(0), []
+        for seed in range(6):
+            heat, count = draw.choice([0, 0, 0.3]), draw.choice([40, 90])
+            more: dict[str, Any] = {"temperature": heat, "seed": seed, "keep_state": True, "logprobs": 1}
+            requests.append(engine.add(prompt(seed), count, **more))
+            for _ in range(draw.choice([0, 1, 70])):
+                engine.step()
+            if seed == 4:
+                requests[-1].cancel()
+        engine.run()
+        found.append(requests)
+    for want, got in zip(*found, strict=True):
+        assert (got.tokens, got.logprobs, got.finish_reason) == (want.tokens, want.logprobs, want.finish_reason)
+        if want.state is not None:
+            assert got.state is not None
+            assert torch.equal(got.state.x_1d, want.state.x_1d)
+            assert equal_caches(got.state.cache, want.state.cache)
+    assert engine._groups[0]._speculation.accepted > 10
+
+
+def equal_caches(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple):
+        return all(equal_caches(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
 class Clock:
     """Time that passes as a test says."""
 
@@ -232,12 +267,20 @@ class Timed:
     """A decoder of which a step takes a second, and each more token of a chain so many seconds; nothing is computed."""
 
     def __init__(self, tokens: list[int], token_takes: float):
-        self.clock, self.token_takes = Clock(), token_takes
+        self.clock, self.token_takes, self.first = Clock(), token_takes, 0.0
         decoder: Any = self
-        self.guesses = Speculation(decoder, Ngrams(tokens), seconds=1.0, clock=self.clock)
+        self.ids, self.said = tokens, []
+        self.guesses = Speculation(decoder, lambda ids: Ngrams(ids), seconds=1.0, clock=self.clock)
+
+    def say(self, token: int) -> None:
+        self.said.append(token)
+        self.guesses.step(self.ids, self.said)
+
+    def expect(self, tokens: int) -> None:
+        pass
 
     def step(self, ids_b: torch.Tensor) -> torch.Tensor:
-        self.clock.now += 1.0
+        self.clock.now, self.first = self.clock.now + 1.0 + self.first, 0.0
         return torch.zeros(1, 257)
 
     def chains(self, ids: list[list[int]]) -> torch.Tensor:
@@ -258,7 +301,7 @@ class TestTime:
     def run(self, tokens: list[int], token_takes: float) -> Timed:
         timed = Timed([1, 2, 3, 4], token_takes)
         for count, token in enumerate(tokens, 1):
-            timed.guesses.step(torch.tensor([token]))
+            timed.say(token)
             # Nobody knows what a call takes before the first one of its length.
             assert timed.clock.now <= 1.05 * count + 0.05 + 4 * token_takes
         return timed
@@ -284,8 +327,9 @@ class TestTime:
         first = self.run(good, token_takes).clock.now
         assert self.run(good + bad, token_takes).clock.now - first <= 1.05 * len(bad)
 
-    def test_a_bad_draft_does_not_cost_much(self):
-        """It learns from trying, and tries as much as it may."""
+    @pytest.mark.parametrize("first", [0.0, 9.0])
+    def test_a_bad_draft_does_not_cost_much(self, first):
+        """It learns from trying, and tries as much as it may, also where the first step takes longer than others."""
         timed = Timed([1], 0.5)
 
         class Wrong:
@@ -301,11 +345,12 @@ class TestTime:
                 timed.clock.now += 0.3 * count
                 return [300] * count
 
-        timed.guesses._source = Wrong()
+        timed.guesses._read_prompt = lambda ids: Wrong()
+        timed.first = first
         for token in range(1000):
-            timed.guesses.step(torch.tensor([token % 257]))
+            timed.say(token % 257)
         assert timed.guesses.calls > 5
-        assert timed.clock.now <= 1.05 * 1000
+        assert timed.clock.now <= 1.05 * 1000 + first
 
 
 class TestTrouble:

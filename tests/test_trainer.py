@@ -80,6 +80,9 @@ def test_held_out_documents_are_others():
 
 
 def test_of_few_documents_the_ends_are_held_out():
+    alike = [Document(str(i), bytes([i]) * 30) for i in range(20)]  # each as long as what is wanted in all
+    train_on, held = hold_out(alike, 0.05)
+    assert (len(train_on), {len(content) for _, content in held}) == (20, {2})
     (train_on,), (held,) = hold_out([Document("a", bytes(range(100)))], 0.1)
     assert train_on.content + held.content == bytes(range(100))
     assert len(held.content) == 10

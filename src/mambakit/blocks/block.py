@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mambakit.arguments import shown
 from mambakit.blocks.config import BlockConfig
 from mambakit.blocks.modules import Linear, is_plain
 from mambakit.blocks.param_groups import param_groups
@@ -263,7 +264,7 @@ def hide_padding(dt_bsX: Tensor, lengths_b: Tensor | None) -> Tensor:
 
 def check_batch(batch: Any) -> None:
     if not torch.compiler.is_compiling() and (type(batch) is not int or not 0 <= batch < 2**63):
-        raise ValueError(f"batch is {batch!r}, expected a whole number of at least 0")
+        raise ValueError(f"batch is {shown(batch)}, expected a whole number of at least 0")
 
 
 def check_input(block: Any, x_bsd: Tensor) -> None:

@@ -20,8 +20,9 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mambakit.arguments import find_device, find_path, shown
 from mambakit.blocks.family import FAMILIES
-from mambakit.ops.shapes import check_beside, check_readable, check_tensors
+from mambakit.ops.shapes import FLOATS, check_beside, check_readable, check_tensors
 
 Cache = TypeVar("Cache")
 Kind = TypeVar("Kind", bound=type)
@@ -101,12 +102,14 @@ def to(cache: Cache, device: torch.device | str | None = None, dtype: torch.dtyp
         (torch.bfloat16, torch.float32)
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}, expected a torch.dtype")
-    device = _device(device)
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"a cache cannot become {dtype}; choose a floating-point dtype")
+        raise ValueError(f"dtype is {shown(dtype)}, expected a torch.dtype")
+    device = None if device is None else find_device(device)
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"a cache cannot become {dtype}; choose a floating-point one: {', '.join(map(str, FLOATS))}")
 
     def move(where: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta and device is not None and device.type != "meta":
+            raise ValueError(f"{where} is on the meta device and has no numbers that could be brought to {device}")
         if dtype is None or not tensor.is_floating_point():
             return tensor.to(device=device)
         return tensor.to(device=device, dtype=torch.promote_types(dtype, torch.float32) if _is_wide(where) else dtype)
@@ -127,7 +130,7 @@ def select(cache: Cache, index_b: Sequence[int] | Tensor) -> Cache:
     try:
         index_b = index_b if isinstance(index_b, Tensor) else torch.as_tensor(index_b)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{wanted}, got {index_b!r}") from error
+        raise ValueError(f"{wanted}, got {shown(index_b)}") from error
     check_readable("index_b", index_b)
     if index_b.numel() == 0 and index_b.dtype != torch.bool:
         index_b = index_b.long()
@@ -198,7 +201,7 @@ def save(cache: Any, path: str | os.PathLike[str]) -> None:
     metadata = {"mambakit_cache": FORMAT, "structure": json.dumps(structure)}
     # safetensors refuses tensors that overlap, which expanded or shared ones do.
     own = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
-    _replace_file(Path(path), to_safetensors(own, metadata))
+    _replace_file(find_path("path", path), to_safetensors(own, metadata))
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
@@ -211,9 +214,9 @@ def load(path: str | os.PathLike[str], device: torch.device | str | None = None)
         >>> torch.equal(mk.caches.load("parked.safetensors").ssm_bhpr, cache.ssm_bhpr)
         True
     """
-    device = _device(device)
+    device = None if device is None else find_device(device)
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(find_path("path", path), framework="pt") as file:
             metadata = file.metadata() or {}
             # Cloned: the tensors are parts of the mapped file.
             tensors = {name: file.get_tensor(name).clone().to(device) for name in file.keys()}  # noqa: SIM118  # not a dict
@@ -250,7 +253,7 @@ class History:
 
     def __init__(self, length: int):
         if type(length) is not int or not 0 < length < 2**63:
-            raise ValueError(f"a history of length {length!r} keeps nothing; choose a whole number of 1 or more")
+            raise ValueError(f"a history of length {shown(length)} keeps nothing; choose a whole number of 1 or more")
         self._kept: deque[Any] = deque(maxlen=length)
 
     def __len__(self) -> int:
@@ -265,7 +268,7 @@ class History:
         if type(k) is not int or not 0 <= k < len(self._kept):
             kept = len(self._kept)
             raise ValueError(
-                f"cannot go back {k!r} of {kept} kept caches, at most {max(kept - 1, 0)}; keep a longer history"
+                f"cannot go back {shown(k)} of {kept} kept caches, at most {max(kept - 1, 0)}; keep a longer history"
             )
         for _ in range(k):
             self._kept.pop()
@@ -276,13 +279,6 @@ def _with_rows(where: str, tensor: Tensor) -> Tensor:
     if tensor.dim() == 0:
         raise ValueError(f"{where} has no axes, and the first one of a cache's tensors is the batch")
     return tensor
-
-
-def _device(given: Any) -> torch.device | None:
-    try:
-        return None if given is None else torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {given!r}, which torch does not know") from error
 
 
 def _kinds() -> dict[str, type]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import reprlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -10,6 +9,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
+from mambakit.arguments import shown
 from mambakit.blocks.words import check_known
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def check_types(config: Any, *but: str) -> None:
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         if name not in but and not fits(value, hint):
-            raise ValueError(f"{name} = {reprlib.repr(value)} is not {called(hint)}")
+            raise ValueError(f"{name} = {shown(value)} is not {called(hint)}")
         if isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError(f"{name} = {reprlib.repr(value)} is too large")
+            raise ValueError(f"{name} = {shown(value)} is too large")
 
 
 @cache
@@ -131,9 +131,9 @@ def check_positive(config: Any, *names: str) -> None:
         whole = field is not None and field.type is int
         kind: Any = Integral if whole else Real
         if isinstance(value, bool) or not isinstance(value, kind):
-            raise ValueError(f"{name} = {value!r} has to be {'a whole number' if whole else 'a number'}")
+            raise ValueError(f"{name} = {shown(value)} has to be {'a whole number' if whole else 'a number'}")
         if not value > 0:
-            raise ValueError(f"{name} = {value} has to be positive")
+            raise ValueError(f"{name} = {shown(value)} has to be positive")
 
 
 def check_divides(part: str, part_size: int, whole: str, whole_size: int) -> None:

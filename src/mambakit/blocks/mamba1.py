@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mambakit.arguments import shown
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
@@ -59,9 +60,9 @@ class Mamba1Config(BlockConfig):
         if not self.dt_min <= self.dt_max:
             raise ValueError(f"dt_min = {self.dt_min} is above dt_max = {self.dt_max}")
         if self.dt_init not in ("random", "constant"):
-            raise ValueError(f'dt_init = {self.dt_init!r} is unknown; choose "random" or "constant"')
+            raise ValueError(f'dt_init = {shown(self.dt_init)} is unknown; choose "random" or "constant"')
         if self.dt_rank != "auto" and not (isinstance(self.dt_rank, int) and self.dt_rank > 0):
-            raise ValueError(f'dt_rank = {self.dt_rank!r} has to be a positive integer or "auto"')
+            raise ValueError(f'dt_rank = {shown(self.dt_rank)} has to be a positive integer or "auto"')
 
     @property
     def d_inner(self) -> int:

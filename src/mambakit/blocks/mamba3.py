@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mambakit.arguments import shown
 from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types
 from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_flops
@@ -159,7 +160,7 @@ class Mamba3Cache(NamedTuple):
 
     def with_pathway(self, pathway: str) -> "Mamba3Cache":
         if pathway not in PATHWAYS:
-            raise ValueError(f"pathway {pathway!r} is unknown; choose from {', '.join(PATHWAYS)}")
+            raise ValueError(f"pathway {shown(pathway)} is unknown; choose from {', '.join(PATHWAYS)}")
         return self._replace(pathway=pathway)
 
 

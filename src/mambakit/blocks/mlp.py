@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.arguments import shown
 from mambakit.blocks.config import BlockConfig, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import Linear
@@ -24,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation = {activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"activation = {shown(activation)} is unknown; choose one of {', '.join(ACTIVATIONS)}")
 
 
 def activate(projected: Tensor, gated: bool, activation: str, gate_scale: float = 1.0) -> Tensor:

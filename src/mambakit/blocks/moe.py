@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mambakit.arguments import shown
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.mlp import MLP, MLPConfig, activate, check_activation
@@ -60,7 +61,7 @@ class MoEConfig(BlockConfig):
         if self.d_latent is not None:
             check_positive(self, "d_latent")
         if self.router not in ROUTERS:
-            raise ValueError(f"router = {self.router!r} is unknown; choose one of {', '.join(ROUTERS)}")
+            raise ValueError(f"router = {shown(self.router)} is unknown; choose one of {', '.join(ROUTERS)}")
         if self.d_shared < 0:
             raise ValueError(f"d_shared = {self.d_shared} has to be 0 (no shared expert) or positive")
         if self.router != "sigmoid" and self.groups != 1:

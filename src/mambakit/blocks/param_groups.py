@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mambakit.arguments import check_flag, check_kind, check_number
+
 # Step sizes, decays and trapezoid weights are one number per head, or the bottleneck to it: nothing to orthogonalise.
 ADAMW_MAPS = frozenset({"dt", "A", "lambda"})
 MUON = {
@@ -43,6 +45,10 @@ def param_groups(
         >>> net = torch.nn.Sequential(mk.TensorOnly(mk.Mamba2(d_model=64, per_head_dim=16)), torch.nn.Linear(64, 10))
         >>> optimizer = torch.optim.AdamW(mk.param_groups(net, weight_decay=0.1), lr=1e-3)
     """
+    check_kind("module", module, nn.Module, "a module")
+    check_number("weight_decay", weight_decay, least=0)
+    check_flag("muon", muon)
+    check_flag("hooks", hooks)
     muon_maps: list[Tensor] = []
     decaying: list[Tensor] = []
     constant: list[Tensor] = []

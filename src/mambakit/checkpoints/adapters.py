@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from mambakit.arguments import check_kind, find_path
 from mambakit.checkpoints.files import ADAPTER_CONFIG as CONFIG
 from mambakit.checkpoints.files import read_json
 from mambakit.checkpoints.writing import replacing, write_json, write_tensors
@@ -47,7 +48,7 @@ def save_lora(model: nn.Module, directory: str | os.PathLike[str], *, base: str 
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": os.fspath(base),
+        "base_model_name_or_path": str(find_path("base", base)) if base != "" else "",
         "r": rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": 0.0,
@@ -55,7 +56,7 @@ def save_lora(model: nn.Module, directory: str | os.PathLike[str], *, base: str 
         "inference_mode": True,
         **PLAIN,
     }
-    with replacing(Path(directory), is_adapter, OURS) as fresh:
+    with replacing(find_path("directory", directory), is_adapter, OURS) as fresh:
         write_tensors(fresh, {PREFIX + name: tensor for name, tensor in _tensors(model).items()}, WEIGHTS, None)
         write_json(fresh / CONFIG, values)
 
@@ -72,7 +73,8 @@ def load_lora(model: Model, directory: str | os.PathLike[str]) -> Model:
         >>> mk.save_lora(mk.add_lora(model, rank=4), "adapter")
         >>> again = mk.load_lora(mk.LanguageModel(model.config), "adapter")
     """
-    place = Path(directory)
+    place = find_path("directory", directory)
+    check_kind("model", model, nn.Module, "a model")
     values = _read_config(place)
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in _read_tensors(place / WEIGHTS).items()}
     paths = list(dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in stored))

@@ -306,8 +306,10 @@ def _chosen(config: ModelConfig, name: str, field: str, value: Any) -> ModelConf
         changed = replace(config, layers=tuple(tuple(map(change, blocks)) for blocks in config.layers))
     if not able:
         families = dict.fromkeys(family_of(block).name for blocks in config.blocks for block in blocks)
-        raise ValueError(f"{field} = {value!r} was given, but this is a {' and '.join(families)} model, which has none")
+        raise ValueError(
+            f"{field} = {shown(value)} was given, but this is a {' and '.join(families)} model, which has none"
+        )
     if name == "mambakit" and described(changed) != described(config):
         said = getattr(able[0], field)
-        raise ValueError(f"{field} = {value!r} was given, but config.json says {said!r}")
+        raise ValueError(f"{field} = {shown(value)} was given, but config.json says {shown(said)}")
     return changed

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from mambakit.arguments import check_kind, find_device, find_path, shown
 from mambakit.checkpoints import gguf
 from mambakit.checkpoints.adapters import base_of, is_adapter, load_lora
 from mambakit.checkpoints.files import CONFIG, DTYPES, PACKED, find_directory, read_tensors
@@ -56,11 +57,14 @@ def load_model(
         >>> mk.load_model("another-model", dtype=torch.bfloat16).config == model.config
         True
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype} is not one of {', '.join(map(str, DTYPES))}")
-    if revision is not None and Path(path_or_hub_name).exists():
-        raise ValueError(f"revision = {revision!r} is for names on the hub, and {path_or_hub_name} is here")
-    file = gguf.find(path_or_hub_name)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
+        raise ValueError(f"dtype = {shown(dtype)} is not one of {', '.join(map(str, DTYPES))}")
+    device = None if device is None else find_device(device)
+    if revision is not None:
+        check_kind("revision", revision, str, "the name of a commit, branch or tag")
+    if revision is not None and find_path("path_or_hub_name", path_or_hub_name).exists():
+        raise ValueError(f"revision = {shown(revision)} is for names on the hub, and {path_or_hub_name} is here")
+    file = gguf.find(find_path("path_or_hub_name", path_or_hub_name))
     if file is not None:
         place, name, described = file, "gguf", "metadata"
         found, tensors = gguf.read(place)
@@ -110,14 +114,14 @@ def save_model(
         >>> mk.save_model(model, "my-model", format="official")
         >>> again = mk.load_model("my-model")
     """
-    if format not in FORMATS and format not in HUB:
-        raise ValueError(f"format = {format!r} is unknown; choose from {', '.join((*FORMATS, *HUB))}")
+    if not isinstance(format, str) or format not in (*FORMATS, *HUB):
+        raise ValueError(f"format = {shown(format)} is unknown; choose from {', '.join((*FORMATS, *HUB))}")
     if not isinstance(model, LanguageModel):
         raise ValueError(f"save_model takes a LanguageModel, got a {type(model).__name__}")
     if max_shard_bytes is None:
         max_shard_bytes = None if format == "official" else MAX_SHARD_BYTES
-    elif max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes = {max_shard_bytes} has to be positive")
+    elif type(max_shard_bytes) is not int or max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes = {shown(max_shard_bytes)} has to be a positive whole number")
     if next(adapters(model), None) is not None:
         raise ValueError(
             "the model has adapters; save_lora saves them, merge_lora(model) makes them part of its weights"
@@ -133,7 +137,7 @@ def save_model(
     if model.config.tie_embeddings and not kind.stores_tied_head:
         tensors.pop(HEAD, None)  # a quantized head is one of its own
     tensors = renamed(tensors, list(rules(empty, written.names)))
-    with replacing(Path(directory), _is_checkpoint) as fresh:
+    with replacing(find_path("directory", directory), _is_checkpoint) as fresh:
         write_tensors(fresh, tensors, kind.weights, max_shard_bytes)
         write_json(fresh / CONFIG, values)
 

@@ -11,7 +11,9 @@ from rich.console import Console
 
 from mambakit.optional import need
 from mambakit.tools.experiments import report, state_tracking
-from mambakit.tools.experiments.fitting import Progress, Recipe
+from mambakit.tools.experiments.fitting import Progress, search
+from mambakit.tools.experiments.interrupted import Interrupted, path_of
+from mambakit.tools.experiments.recipe import Recipe
 from mambakit.tools.experiments.tasks import TASKS, Task
 from mambakit.tools.experiments.variants import VARIANTS, Variant
 
@@ -31,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tracking.add_argument("--steps", type=int, help="training steps instead of each task's own")
     tracking.add_argument("--seeds", type=int, nargs="+", help="tried in order until one has learned the task")
     tracking.add_argument("--sequences", type=int, help="to measure on, at each length (default: 1024)")
+    tracking.add_argument(
+        "--paper", action="store_true", help="the paper's steps, sizes and sweep: many hours; stop and --resume at will"
+    )
+    tracking.add_argument("--resume", action="store_true", help="go on with what was stopped; keep rows that are done")
     digits = kinds.add_parser(
         "digits",
         help="handwritten digits read pixel by pixel: a classifier and an autoencoder",
@@ -60,33 +66,48 @@ def run(args: argparse.Namespace) -> None:
 
 def run_state_tracking(args: argparse.Namespace, console: Any) -> None:
     """Rows of earlier runs in the same folder stay in the table, so tasks can be run one by one."""
-    default = state_tracking.QUICK_TASKS if args.quick else tuple(TASKS)
-    tasks = state_tracking.chosen(args.task or default, tuple(TASKS), "task")
+    if args.quick and args.paper:
+        raise ValueError("--quick and --paper are two budgets; choose one")
+    budget = "quick" if args.quick else "paper" if args.paper else "full"
+    tasks = state_tracking.chosen(args.task or state_tracking.budget_tasks(budget), tuple(TASKS), "task")
     variants = state_tracking.chosen(args.variant, tuple(VARIANTS), "model") if args.variant else None
     todo = state_tracking.pairs(tasks, variants)
     seeds = tuple(args.seeds) if args.seeds else None
-    recipes = state_tracking.recipes(args.quick, steps=args.steps, seeds=seeds, test_sequences=args.sequences)
+    recipes = state_tracking.recipes(budget, steps=args.steps, seeds=seeds, test_sequences=args.sequences)
     results, picture = args.out / "results.json", args.out / "state-tracking.png"
     rows = report.load_rows(results)
     with bars() as progress:
-
-        def watch(task: Task, variant: Variant, recipe: Recipe) -> Progress:
-            bar = progress.add_task(f"{task.title}: {variant.title}", total=recipe.steps, note="")
-
-            def tell(step: int, loss: float) -> None:
-                progress.update(bar, completed=step, note=f"loss {loss:.3f}")
-
-            return tell
-
-        for fit in state_tracking.run(todo, recipes, watch):
-            # JSON turns keys into strings; the table takes rows as they are read back.
-            rows = report.merge(rows, json.loads(json.dumps(fit.to_dict())))
+        for task, variant in todo:
+            recipe = recipes[task.name]
+            if args.resume and report.has(rows, task.name, variant.name, recipe):
+                continue
+            path = path_of(args.out / "stopped", task.name, variant.name, recipe.to_dict())
+            kept = Interrupted(path, resume=args.resume)
+            fit = search(task, variant, recipe, watch(progress, task, variant, recipe), kept)
+            rows = report.merge(rows, report.as_row(fit))
             report.save_rows(results, rows)
+            kept.remove()
     report.plot(rows, picture)
     console.print(report.table(rows))
     console.print(f"written: {results}, {picture}", soft_wrap=True)
     if args.json:
         print(results.read_text("utf-8"), end="")
+
+
+def watch(progress: Any, task: Task, variant: Variant, recipe: Recipe) -> Progress:
+    """A bar for a search, from the start again with each of its trials."""
+    bar = progress.add_task(f"{task.title}: {variant.title}", total=recipe.steps, note="")
+    trial = 0
+
+    def tell(step: int, loss: float, longest: int) -> None:
+        nonlocal trial
+        trial += step == 1
+        note = f"loss {loss:.3f}, length {longest}"
+        if len(recipe.trials) > 1:
+            note += f", {max(trial, 1)} of up to {len(recipe.trials)}"
+        progress.update(bar, completed=step, note=note)
+
+    return tell
 
 
 def run_digits(args: argparse.Namespace, console: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from mambakit.checkpoints import load_model
 from mambakit.cli.convert import model_folder
 from mambakit.inference.generation import Stream
+from mambakit.inference.speculation import KINDS
 from mambakit.models.language_model import LanguageModel
 from mambakit.text.tokenizer import find_tokens
 from mambakit.text.tokens import Tokens, read_tokens
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="the same seed, the same text")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end with this text")
     parser.add_argument("--keep-going", action="store_true", help="do not end where the document does")
+    parser.add_argument(
+        "--speculate", choices=KINDS, default="auto", help="several tokens at a time where the text repeats itself"
+    )
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="default: that of the weights")
     parser.add_argument("--stats", action="store_true", help="tokens per second, of the prompt and of the new text")
@@ -89,6 +93,7 @@ class Turn:
             stop=stops or None,
             seed=args.seed,
             cache=cache,
+            speculate=args.speculate,
         )
         self._prefill = time.perf_counter() - began
         self._decode = 0.0

@@ -37,6 +37,10 @@ VERBS = (
 )
 
 
+OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "Storage size calculation overflowed")
+"""What torch says in a RuntimeError for sizes that no machine, or not this one, has room for."""
+
+
 class Verb(Protocol):
     """What a verb's module holds."""
 
@@ -46,7 +50,10 @@ class Verb(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> None:
-        """Do it. `ValueError`, `OSError` and `ImportError` are what a caller can mend: one line and exit code 2."""
+        """Do it. `ValueError`, `OSError` and `ImportError` are what a caller can mend: one line and exit code 2.
+
+        So is a model that needs more memory than there is.
+        """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,9 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in OUT_OF_MEMORY):
+            raise
         name = "mambakit" if entry is None else f"mambakit {entry.name}"
-        print(f"{name}: {one_line(str(error))}", file=sys.stderr)
+        print(f"{name}: {one_line(str(error)) or 'not enough memory'}", file=sys.stderr)
         return 2
     return 0
 

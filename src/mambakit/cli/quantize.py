@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Not `choices`, whose message is the usage and more: what else is given is refused in one line.
     parser.add_argument("--bits", type=int, required=True, help="8 or 4, or 16 for bfloat16")
     parser.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale at 4 bits; default: 32")
+    parser.add_argument("--activations", metavar="TYPE", help="float32, or int8 (bfloat16 at 16 bits), the default")
+    parser.add_argument("--head-bits", type=int, metavar="N", help="of the output head; default: those of --bits")
     parser.add_argument("--report", metavar="TEXT", help="compare bits per byte of this file before and after")
     parser.add_argument("--tokenizer", metavar="FILE", help='for --report; default: the model\'s own, or "bytes"')
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     source = find_directory(model_folder(args.model))
     measured = None if args.report is None else Text(args.report, source, args.tokenizer)
     model = load_model(source)
-    small = quantize(model, args.bits, args.group_size)
+    small = quantize(model, args.bits, args.group_size, activations=args.activations, head_bits=args.head_bits)
     save_model(small, target)
     copy_description(source, target)
     matrices = Counter(module.format for module in quantized_in(small).values())

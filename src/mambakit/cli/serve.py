@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from mambakit.cli.convert import model_folder
+from mambakit.inference.speculation import KINDS
 from mambakit.optional import need
 from mambakit.serving import loading
 
@@ -41,17 +42,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes"; default: the model\'s own')
     parser.add_argument("--max-rows", type=int, default=64, metavar="N", help="answers at a time; default: 64")
     parser.add_argument("--quantize", type=int, choices=(8, 4), help="weights in so many bits")
+    parser.add_argument(
+        "--speculate",
+        choices=KINDS,
+        default="auto",
+        help="several tokens at a time where a text repeats itself, while one answer is alone; default: auto",
+    )
 
 
 def load(args: argparse.Namespace) -> loading.Loaded:
     """The model that is named, how it is talked to, and an engine for it."""
     folder = Path(model_folder(args.model))
-    return loading.load(folder, tokenizer=args.tokenizer, bits=args.quantize, max_rows=args.max_rows)
+    return loading.load(
+        folder, tokenizer=args.tokenizer, bits=args.quantize, max_rows=args.max_rows, speculate=args.speculate
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    for name in ("max_waiting", "max_body", "max_tokens"):
-        if getattr(args, name) < 1:
+    for name in ("max_waiting", "max_body", "max_tokens", "max_session_bytes"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port is {args.port}, expected 0 to 65535")

@@ -42,7 +42,7 @@ def measure(models: Sequence[LanguageModel], lengths: Sequence[int] = LENGTHS) -
         for length in lengths:
             decoders, caches = [], [after(model, length) for model in models]
             for model, cache in zip(models, caches, strict=True):
-                decoders.append(make_decoder(model, "auto", 1))
+                decoders.append(make_decoder(model, "auto"))
                 decoders[-1].load(cache)
             rounds = [[milliseconds(decoder) for decoder in decoders] for _ in range(1 + ROUNDS)][1:]
             for points, cache, times in zip(found, caches, zip(*rounds, strict=True), strict=True):

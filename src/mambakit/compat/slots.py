@@ -30,7 +30,10 @@ class Slots:
         self.slot_b, self.is_there_b = slot_b.long(), slot_b >= 0
 
     def read(self, state: Tensor) -> Tensor:
-        return state if self.slot_b is None else state[self.slot_b.clamp(min=0)]
+        if self.slot_b is not None:
+            return state[self.slot_b.clamp(min=0)]
+        # It is written to afterwards, and what autograd keeps of it has to stay.
+        return state.clone() if torch.is_grad_enabled() else state
 
     def write(self, state: Tensor, rows: Tensor) -> None:
         if self.slot_b is None:

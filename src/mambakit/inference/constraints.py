@@ -1,16 +1,15 @@
 """Text that has to have a form: which tokens may come next, by `llguidance`; see docs/generation.md."""
 
 import json
-import reprlib
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.arguments import check_count, shown
 from mambakit.optional import need
 from mambakit.text.tokens import Bytes, TokenizerFile
 
@@ -21,6 +20,7 @@ QUOTE, BRACKETS = b'"', b"]})"
 OTHERS = (b",:", b"0123456789", b"tn", b"f", b"-[{(", b" ", b"abcdefghijklmnopqrstuvwxyz")
 """First bytes of tokens in the order in which they are tried in bringing a text to its end."""
 USED = 1000.0
+IS_ZERO = bytes([1]) + bytes(255)
 
 
 class Table(NamedTuple):
@@ -47,19 +47,19 @@ class Constraint:
     def __init__(self, wanted: Any, tokenizer: Any, vocab_size: int, max_new_tokens: int | None = None):
         if tokenizer is None:
             raise ValueError("a constraint is about text, so it needs a tokenizer")
+        check_count("vocab_size", vocab_size, least=1, most=2**31)
+        check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
         self._vocab_size = vocab_size
         self._table = table(tokenizer)
         self._matcher = import_llguidance().LLMatcher(self._table.known, grammar(wanted), log_level=0)
         self._check("cannot be compiled")
         self.complete = False
         """Whether no further token may come."""
+        self.forbidden = b""
+        """Of each of the model's tokens 1 where it may not come next, otherwise 0."""
         self._look_ahead()
         self._left = max_new_tokens
         self._way_out = None if max_new_tokens is None else self._find_way_out(max_new_tokens)
-
-    def keep(self, logits_w: Tensor) -> Tensor:
-        """The logits of tokens that may come next, minus infinity in the place of the others."""
-        return logits_w.masked_fill(self._forbidden_w.to(logits_w.device), -torch.inf)
 
     def take(self, token: int) -> int:
         """Go on with this token, or with another if too few were left to come to an end after it; which it was."""
@@ -109,9 +109,9 @@ class Constraint:
                         return [*way, *known]
                     if len(way) == most:
                         break
-                    forbidden_w = forbidden(matcher.compute_logit_bias(), len(price_w))
-                    token = int(price_w.masked_fill(forbidden_w, torch.inf).argmin())
-                    if forbidden_w[token]:
+                    told = forbidden(matcher.compute_logit_bias(), len(price_w))
+                    token = int(masked(price_w, told, torch.inf).argmin())
+                    if told[token]:
                         break
                     matcher.consume_token(token)
                     way.append(token)
@@ -122,8 +122,8 @@ class Constraint:
         """Find out what may come next; whether anything may."""
         bias = self._matcher.compute_logit_bias()
         self._check("has become too complex")
-        self._forbidden_w = forbidden(bias, self._vocab_size)
-        goes_on = not bool(self._forbidden_w.all())
+        self.forbidden = forbidden(bias, self._vocab_size)
+        goes_on = 0 in self.forbidden
         if not goes_on and not self._matcher.is_accepting():
             raise ValueError("the constraint allows none of the model's tokens to come next")
         return goes_on
@@ -134,10 +134,18 @@ class Constraint:
             raise ValueError(f"the constraint {told}: {why}")
 
 
-def forbidden(bias: bytes, vocab_size: int) -> Tensor:
-    """Which of the model's tokens `llguidance` does not allow. The model may know fewer ids than it, or more."""
-    known_w = torch.frombuffer(bytearray(bias), dtype=torch.uint8)[:vocab_size] == 0
-    return known_w if len(known_w) == vocab_size else F.pad(known_w, (0, vocab_size - len(known_w)), value=True)
+def forbidden(bias: bytes, vocab_size: int) -> bytes:
+    """1 for each of the model's tokens that `llguidance` does not allow. The model may know fewer ids than it, or more.
+
+    Bytes, as torch takes longer for any of its operations than all of this does.
+    """
+    return bias[:vocab_size].translate(IS_ZERO).ljust(vocab_size, b"\1")
+
+
+def masked(values: Tensor, forbidden: bytes, value: float) -> Tensor:
+    """`value` in all places of `values` where there is a 1."""
+    mask = torch.frombuffer(bytearray(forbidden), dtype=torch.bool)
+    return values.masked_fill(mask.view_as(values).to(values.device), value)
 
 
 def find_prices(known: Any) -> list[tuple[Tensor, Tensor]]:
@@ -166,15 +174,15 @@ def constrained(logits_bw: Tensor, constraints: Sequence[Constraint | None]) -> 
     """What each row's constraint keeps, and all of a row that has none."""
     if not any(constraints):
         return logits_bw
-    rows = zip(logits_bw, constraints, strict=True)
-    return torch.stack([logits_w if own is None else own.keep(logits_w) for logits_w, own in rows])
+    free = bytes(logits_bw.shape[1])
+    return masked(logits_bw, b"".join(free if own is None else own.forbidden for own in constraints), -torch.inf)
 
 
 def grammar(wanted: Any) -> str:
     """`llguidance`'s own form of a JSON schema, a regular expression or a lark grammar."""
     forms = 'a JSON schema as a dict, {"regex": ...} or {"grammar": ...}'
     if not isinstance(wanted, dict):
-        raise ValueError(f"constraint is {reprlib.repr(wanted)}, expected {forms}")
+        raise ValueError(f"constraint is {shown(wanted)}, expected {forms}")
     named = [form for form in COMPILERS if form in wanted]
     if named and len(wanted) > 1:
         raise ValueError(f"constraint has {', '.join(map(repr, wanted))}, expected one of: {forms}")
@@ -182,7 +190,7 @@ def grammar(wanted: Any) -> str:
     if named:
         text = wanted[named[0]]
         if not isinstance(text, str):
-            raise ValueError(f"constraint has {named[0]} {reprlib.repr(text)}, expected a string")
+            raise ValueError(f"constraint has {named[0]} {shown(text)}, expected a string")
         return getattr(matchers, COMPILERS[named[0]])(text)
     try:
         return matchers.grammar_from_json_schema(json.dumps(wanted, allow_nan=False), defaults=SPACES)
@@ -191,7 +199,11 @@ def grammar(wanted: Any) -> str:
 
 
 def table(tokenizer: Any) -> Table:
-    if tokenizer not in TABLES:
+    try:
+        known = tokenizer in TABLES
+    except TypeError:  # what cannot be a key is none of ours
+        known = False
+    if not known:
         llguidance = import_llguidance()
         if isinstance(tokenizer, Bytes):
             made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ByteTable()))

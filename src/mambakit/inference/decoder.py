@@ -23,12 +23,13 @@ from mambakit.inference.decoder_states import States, copied, step_of, take_out
 from mambakit.models.language_model import Backbone, LanguageModel
 from mambakit.models.layer import Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
-from mambakit.models.quantization import Bfloat16Linear, Int4Linear, Int8Linear
+from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear, IntegerInt4Linear
 from mambakit.ops import decode, few_rows
 from mambakit.ops.backends import overwriting, use_backend
 from mambakit.ops.decode import DECODE, At, Decoding
+from mambakit.ops.shapes import check_tensors
 
-PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear)
+PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear, IntegerInt4Linear)
 MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
 MODULES += (nn.Embedding, LayerNorm, RMSNorm, GatedRMSNorm, CausalConv1d, *PROJECTIONS)
 # What a caller may replace on a module to change what a step computes.
@@ -84,11 +85,14 @@ class StepByStep:
         return caches.select(self._cache, [row])
 
 
-def make_decoder(model: LanguageModel, backend: str, rows: int) -> "Decoder | StepByStep":
-    """The fastest way to decode `rows` rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
+def make_decoder(model: LanguageModel, backend: str) -> "Decoder | StepByStep":
+    """The fastest way to decode rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not.
+
+    One call is faster at any number of rows (docs/benchmarks.md, "Products by format").
+    """
     if backend in DECODE.kernels:
         return Decoder(model, backend)
-    if backend == "auto" and rows <= few_rows.MAX_ROWS and why_not(model) is None:
+    if backend == "auto" and why_not(model) is None:
         kernel = DECODE.offer(model.backbone.embedding.weight.detach())
         if kernel is not None:
             return Decoder(model, kernel.backend.name)
@@ -166,6 +170,7 @@ class Decoder:
 
     def step(self, ids_b: Tensor) -> Tensor:
         """One more token of every row."""
+        check_tensors({"ids_b": ids_b})
         rows = len(self._states.places)
         if not rows or tuple(ids_b.shape) != (rows,):
             raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")

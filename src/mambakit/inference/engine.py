@@ -12,19 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.arguments import check_count, check_flag, shown
 from mambakit.blocks.caches import select
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder, make_decoder
+from mambakit.inference.guesses import Ngrams
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Stop, check_language_model, read_ids, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, State, Stops, Tokenizer
 from mambakit.inference.rows import Group, choose
-from mambakit.inference.sampling import Sampler, check_count, row_seeds
+from mambakit.inference.sampling import Sampler, row_seeds
+from mambakit.inference.speculation import Speculation, is_wanted
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops import few_rows
 from mambakit.ops.backends import check_backend, use_backend
-from mambakit.ops.shapes import check_flag
 
 
 class Engine:
@@ -37,6 +39,9 @@ class Engine:
     the least left to read: a short one does not wait for a long one, nor a long one for ever. `prefill_rows` of them
     are read in one pass. More than one is faster where prompts are short, but torch's products add in an order that may
     depend on the others, so what a request gets does too, by rounding.
+
+    `speculate` is `mk.generate`'s, without a draft: while one request is alone, several of its tokens may be computed
+    at a time. Tokens stay those of `"off"`.
 
     Examples:
         >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
@@ -59,6 +64,7 @@ class Engine:
         prefill_chunk: int = 512,
         prefill_rows: int = 1,
         backend: str = "auto",
+        speculate: str = "off",
     ):
         check_count("max_rows", max_rows, least=1)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -72,6 +78,7 @@ class Engine:
             raise ValueError("prompts that go on from a prefix_cache are read one by one; leave out prefill_rows")
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self._chunk, self._together, self._backend = prefill_chunk, prefill_rows, backend
+        self._guesses = is_wanted(speculate, model, 1, backend)
         self._known = None if prefix_cache is None else Known(prefix_cache, model)
         self._new: deque[Request] = deque()
         self._line: list[Request] = []
@@ -114,16 +121,17 @@ class Engine:
     ) -> Request:
         """Put a request in line. ValueError, and nothing is put, where something in it makes no sense.
 
-        `stop` are ids, sequences of ids and strings. `logprobs` asks for log-probabilities, of the tokens that come and
-        of so many likely ones; `echo` for the prompt's too, or, a number, for those from that token on. `ends` are
-        numbers of tokens after which a message ends: states are kept there. `state` is one to begin from, whose ids
-        begin the prompt; `keep_state` asks for the one after all tokens. `constraint` is the form that the text has to
-        have: a JSON schema, `{"regex": ...}` or `{"grammar": ...}`; it needs the tokenizer. `on_token(request)` is
-        called by the thread that steps, after each token and at the end.
+        Without `max_new_tokens` nothing ends it but a stop, the end of its constraint's form, or `cancel`. `stop` are
+        ids, sequences of ids and strings. `logprobs` asks for log-probabilities, of the tokens that come and of so many
+        likely ones; `echo` for the prompt's too, or, a number, for those from that token on. `ends` are numbers of
+        tokens after which a message ends: states are kept there. `state` is one to begin from, whose ids begin the
+        prompt; `keep_state` asks for the one after all tokens. `constraint` is the form that the text has to have: a
+        JSON schema, `{"regex": ...}` or `{"grammar": ...}`; it needs the tokenizer. `on_token(request)` is called by
+        the thread that steps, after each token and at the end.
         """
         vocabulary = self.model.config.vocab_size
-        check_count("max_new_tokens", max_new_tokens, least=0)
-        check_count("logprobs", logprobs, least=0)
+        check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
+        check_count("logprobs", logprobs, least=0, optional=True)
         check_count("echo", int(echo) if isinstance(echo, bool) else echo, least=0)
         sampler = Sampler(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
@@ -139,7 +147,9 @@ class Engine:
         if state is not None and list(state.ids) != prompt[: len(state.ids)]:
             raise ValueError("the prompt does not begin with the tokens of its state; leave the state out")
         if any(type(end) is not int or not 0 < end <= len(prompt) for end in ends):
-            raise ValueError(f"ends = {list(ends)!r} has to be numbers of tokens from 1 to the prompt's {len(prompt)}")
+            raise ValueError(
+                f"ends = {shown(list(ends))} has to be numbers of tokens from 1 to the prompt's {len(prompt)}"
+            )
         request = Request(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -272,10 +282,11 @@ class Engine:
         for group in self._groups:
             if len(group.requests) < group.room:
                 return group
-        decoder = make_decoder(self.model, self._backend, 1)
+        decoder = make_decoder(self.model, self._backend)
         # In one call rows do not touch one another; step by step, that holds for so many.
         room = self.max_rows if isinstance(decoder, Decoder) else few_rows.MAX_ROWS
-        self._groups.append(Group(decoder, device_of(self.model), room))
+        speculation = Speculation(decoder, Ngrams) if self._guesses and isinstance(decoder, Decoder) else None
+        self._groups.append(Group(decoder, device_of(self.model), room, speculation))
         return self._groups[-1]
 
     def _wants_state(self, request: Request) -> bool:
@@ -304,6 +315,8 @@ def check_model(model: LanguageModel) -> None:
     check_language_model(model)
     if model.backbone.levels:
         raise ValueError("generation is for models without latents: rows of all lengths would share their places")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device, where weights have no numbers; load it onto another one")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise ValueError(
             "generate takes whole models, and parameters of this one are shares; load a whole copy, one per process"

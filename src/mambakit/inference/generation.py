@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.arguments import check_count, shown
 from mambakit.blocks.caches import concat, select
 from mambakit.inference.constraints import Constraint
-from mambakit.inference.decoder import make_decoder
+from mambakit.inference.decoder import Decoder, make_decoder
 from mambakit.inference.engine import check_model, reading_backend
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Ids, Stop, read_prompts, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, Stops
 from mambakit.inference.rows import Group, choose
-from mambakit.inference.sampling import Sampler, check_count, row_seeds
+from mambakit.inference.sampling import Sampler, row_seeds
 from mambakit.inference.speculation import Speculation, make_source
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.backends import check_backend, use_backend
@@ -35,7 +36,8 @@ class Stream(Iterator[Tensor]):
     seed and nothing else: `seed` is one number per row, or one number that gives every row its own.
 
     A row ends when its new tokens end in one of `stop`, a list of ids and of sequences of ids; these are given out too.
-    Afterwards it gives `pad_id`. The iterator ends after `max_new_tokens` tokens, or earlier with the last row.
+    Afterwards it gives `pad_id`. The iterator ends after `max_new_tokens` tokens, or earlier with the last row; where
+    something else ends every row, `max_new_tokens` may be None.
 
     `constraint` is the form that every row's text has to have, a JSON schema, `{"regex": ...}` or `{"grammar": ...}`:
     only tokens that go with it are chosen, and a row ends when it is complete. `tokenizer`, one of
@@ -68,7 +70,7 @@ class Stream(Iterator[Tensor]):
         model: LanguageModel,
         ids: Ids,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -87,13 +89,13 @@ class Stream(Iterator[Tensor]):
         speculate: str = "off",
         draft: LanguageModel | None = None,
     ):
-        check_count("max_new_tokens", max_new_tokens, least=0)
+        check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
         check_count("prefill_chunk", prefill_chunk, least=1)
         check_model(model)
         check_backend(backend)
         check_prefix_cache(prefix_cache)
         if type(pad_id) is not int or abs(pad_id) >= 2**63:
-            raise ValueError(f"pad_id is {pad_id!r}, expected a token id")
+            raise ValueError(f"pad_id is {shown(pad_id)}, expected a token id")
         if cache is not None and prefix_cache is not None:
             raise ValueError("a prefix_cache knows prompts from their start; leave it out when continuing a cache")
         sampler = Sampler(
@@ -101,14 +103,16 @@ class Stream(Iterator[Tensor]):
         )
         self._model, self._backend, self._pad_id = model, backend, pad_id
         vocabulary, self._max_new_tokens = model.config.vocab_size, max_new_tokens
-        prompts, stops = read_prompts(ids, mask_bs, vocabulary), Stops(read_stops(stop, vocabulary))
+        prompts, endings = read_prompts(ids, mask_bs, vocabulary), read_stops(stop, vocabulary)
+        if max_new_tokens is None and not endings and constraint is None:
+            raise ValueError("max_new_tokens is None and nothing else ends the text; give max_new_tokens or a stop")
         self._requests = [
             Request(
                 prompt,
                 max_new_tokens=max_new_tokens,
                 sampler=sampler,
                 seed=own_seed,
-                stops=stops,
+                stops=Stops(endings),
                 constraint=None
                 if constraint is None
                 else Constraint(constraint, tokenizer, vocabulary, max_new_tokens),
@@ -128,7 +132,7 @@ class Stream(Iterator[Tensor]):
         self._group: Group | None = None
         begun = time.perf_counter()
         # "auto" makes one when the first token is taken in.
-        self._decoder = make_decoder(model, backend, len(prompts)) if backend == "cpu" else None
+        self._decoder = make_decoder(model, backend) if backend == "cpu" else None
         with torch.no_grad(), use_backend(reading_backend(backend)):
             if prefix_cache is None:
                 x_bd, self._prompt_cache = Reading(model, self._requests, prefill_chunk, cache=cache).finish()
@@ -196,10 +200,10 @@ class Stream(Iterator[Tensor]):
         self._logits_aw, self._is_behind = group.logits_bw, False
 
     def _make_group(self) -> Group:
-        decoder: Any = self._decoder or make_decoder(self._model, self._backend, len(self._requests))
-        if self._source is not None:
-            decoder = self._speculation = Speculation(decoder, self._source, seconds=self._prefill_seconds)
-        group = Group(decoder, device_of(self._model))
+        decoder, source = self._decoder or make_decoder(self._model, self._backend), self._source
+        if source is not None and isinstance(decoder, Decoder):
+            self._speculation = Speculation(decoder, lambda ids: source, seconds=self._prefill_seconds)
+        group = Group(decoder, device_of(self._model), speculation=self._speculation)
         group.load(self._requests, self._prompt_cache)
         self._prompt_cache = self._decoder = None
         return group

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from mambakit.arguments import shown
 from mambakit.blocks.caches import clone
 from mambakit.inference.fingerprint import fingerprint
 from mambakit.inference.radix import WIDTH, Node, Tree, ancestry, nearest_below, pack
@@ -98,9 +99,9 @@ class PrefixCache:
     ):
         for name, value in (("max_entries", max_entries), ("max_bytes", max_bytes)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is {value!r}, expected a positive whole number, or None for no limit")
+                raise ValueError(f"{name} is {shown(value)}, expected a positive whole number, or None for no limit")
         if type(max_path_tokens) is not int or max_path_tokens < 0:
-            raise ValueError(f"max_path_tokens is {max_path_tokens!r}, expected a whole number of at least 0")
+            raise ValueError(f"max_path_tokens is {shown(max_path_tokens)}, expected a whole number of at least 0")
         self.max_entries, self.max_bytes, self.max_path_tokens = max_entries, max_bytes, max_path_tokens
         self.hits = self.misses = self.reused_tokens = self.nbytes = 0
         # Held for looking up and counting only, never while tensors are read, copied or freed.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.arguments import shown
 from mambakit.ops.shapes import check_readable
 
 Ids = Tensor | Sequence[int] | Sequence[Tensor | Sequence[int]]
@@ -67,7 +68,7 @@ def read_ids(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> Tensor:
     try:
         ids_s = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} is {ids!r}, expected integer token ids: {error}") from error
+        raise ValueError(f"{name} is {shown(ids)}, expected integer token ids: {error}") from error
     if ids_s.dim() != 1 or len(ids_s) == 0:
         raise ValueError(f"{name} has shape {tuple(ids_s.shape)}, expected a sequence of at least one token id")
     if ids_s.is_floating_point() or ids_s.is_complex() or ids_s.dtype == torch.bool:

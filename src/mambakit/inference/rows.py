@@ -9,18 +9,19 @@ from torch import Tensor
 from mambakit.inference.constraints import constrained
 from mambakit.inference.requests import LogProbs, Request
 from mambakit.inference.sampling import Sampler, uniform
+from mambakit.inference.speculation import Speculation
 
 
 class Group:
     """Rows that are computed in one call of a decoder, each with its request."""
 
-    def __init__(self, decoder: Any, device: torch.device, room: int = 0):
+    def __init__(self, decoder: Any, device: torch.device, room: int = 0, speculation: Speculation | None = None):
         self.requests: list[Request] = []
         self.room = room
         """How many may join."""
         self.logits_bw = torch.empty(0, 0)
         """After the tokens that were taken in last."""
-        self._decoder, self._device = decoder, device
+        self._decoder, self._device, self._speculation = decoder, device, speculation
 
     def load(self, requests: Sequence[Request], cache: Any) -> None:
         """These rows and no others, in their order."""
@@ -53,7 +54,11 @@ class Group:
         return self._decoder.cache()
 
     def take_in(self) -> None:
-        """The newest token of every row."""
+        """The newest token of every row. One that is alone may be guessed ahead."""
+        if self._speculation is not None and len(self.requests) == 1:
+            (request,) = self.requests
+            self.logits_bw = self._speculation.step(request.ids, request.tokens)
+            return
         ids_b = torch.tensor([request.tokens[-1] for request in self.requests], device=self._device)
         self.logits_bw = self._decoder.step(ids_b)
 
@@ -85,7 +90,7 @@ def sample(sampler: Sampler, requests: Sequence[Request], logits_bw: Tensor) -> 
         seen_bw = torch.stack([request.seen(logits_bw.shape[1]) for request in requests])
     try:
         return sampler.choose(logits_bw, seen_bw, draws_b).tolist()
-    except ValueError as error:
+    except Exception as error:  # of these requests alone: the others go on
         if len(requests) == 1:
             requests[0].finish("error", error)
             return [None]
@@ -96,7 +101,7 @@ def sample(sampler: Sampler, requests: Sequence[Request], logits_bw: Tensor) -> 
 def give(request: Request, token: int, logits_bw: Tensor, row: int) -> str | None:
     try:
         token = request.settle(token)
-    except ValueError as error:  # of its constraint
+    except Exception as error:  # of its constraint
         request.finish("error", error)
         return None
     request.tokens.append(token)

@@ -8,6 +8,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from mambakit.arguments import check_count, check_number, shown
 from mambakit.ops.shapes import check_readable
 
 INT64 = 1 << 63
@@ -26,11 +27,12 @@ class Sampler:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        check_number("repetition_penalty", self.repetition_penalty, above=0)
+        # Further from 1 it would make infinities of logits.
+        check_number("repetition_penalty", self.repetition_penalty, above=0, least=1e-6, most=1e6, optional=True)
         check_number("temperature", self.temperature, least=0)
-        check_count("top_k", self.top_k, least=1)
-        check_number("top_p", self.top_p, above=0, most=1)
-        check_number("min_p", self.min_p, least=0, most=1)
+        check_count("top_k", self.top_k, least=1, optional=True)
+        check_number("top_p", self.top_p, above=0, most=1, optional=True)
+        check_number("min_p", self.min_p, least=0, most=1, optional=True)
 
     def choose(self, logits_bw: Tensor, seen_bw: Tensor | None, uniform_b: Tensor | None) -> Tensor:
         """One token per row. `seen_bw` says which tokens the penalty is for; `uniform_b` in [0, 1) decides the draw.
@@ -48,8 +50,10 @@ class Sampler:
         if self.temperature == 0:
             return greedy_b
         assert uniform_b is not None
+        # What float32 holds, and 1 / temperature too: beyond, nothing changes any more.
+        temperature = min(max(float(self.temperature), 1e-37), 1e37)
         # Relative to the largest first: a low temperature would otherwise overflow.
-        return draw(self.filtered((logits_bw - best_b[:, None]) / self.temperature), uniform_b)
+        return draw(self.filtered((logits_bw - best_b[:, None]) / temperature), uniform_b)
 
     def filtered(self, logits_bw: Tensor) -> Tensor:
         """The logits that may be drawn, minus infinity in the place of the others."""
@@ -127,25 +131,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> Tensor:
         check_readable("seed", seed)
         seed = seed.tolist()
     if not isinstance(seed, list | tuple) or not all(type(one) is int for one in seed):
-        raise ValueError(f"seed is {seed!r}, expected a number, one number per row, or None")
+        raise ValueError(f"seed is {shown(seed)}, expected a number, one number per row, or None")
     if len(seed) != rows:
         raise ValueError(f"seed has {len(seed)} numbers for {rows} rows; give one for each, or a single one for all")
     return torch.tensor([wrapped(one) for one in seed])
-
-
-def check_number(
-    name: str, value: float | None, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf
-) -> None:
-    """`value` is None or a finite number from `least`, or greater than `above`, to `most`."""
-    if value is None:
-        return
-    bounds = [f"at least {least:g}"] * (least > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
-    bounds += [f"at most {most:g}"] * (most < math.inf)
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < least or value <= above or value > most:
-        raise ValueError(f"{name} is {value!r}, expected a finite number {' and '.join(bounds)}")
-
-
-def check_count(name: str, value: int | None, *, least: int) -> None:
-    if value is not None and (type(value) is not int or value < least):
-        raise ValueError(f"{name} is {value!r}, expected a whole number of at least {least}")

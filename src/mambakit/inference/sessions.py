@@ -17,6 +17,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
+from mambakit.arguments import find_path, shown
 from mambakit.blocks import caches
 from mambakit.checkpoints.writing import sync
 from mambakit.inference.fingerprint import checksum
@@ -54,8 +55,8 @@ class Sessions:
     ):
         for name, value in (("versions", versions), ("max_bytes", 1 if max_bytes is None else max_bytes)):
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}, expected a positive whole number")
-        self.directory, self.versions, self.max_bytes = Path(directory), versions, max_bytes
+                raise ValueError(f"{name} is {shown(value)}, expected a positive whole number")
+        self.directory, self.versions, self.max_bytes = find_path("directory", directory), versions, max_bytes
         self._model = None if model is None else identity(model)
         # One thread at a time changes what is there; states are written and read without it.
         self._lock = threading.Lock()
@@ -98,7 +99,7 @@ class Sessions:
     def rollback(self, key: str, n: int = 1) -> State:
         """The state parked `n` times before the newest, which is the newest from now on."""
         if type(n) is not int or n < 0:
-            raise ValueError(f"cannot go back {n!r} states, expected a whole number of at least 0")
+            raise ValueError(f"cannot go back {shown(n)} states, expected a whole number of at least 0")
         state, path = self._read(key, n)
         with self._lock:
             for newer in reversed(_states(path.parent)):
@@ -143,7 +144,7 @@ class Sessions:
 
     def _folder(self, key: str) -> Path:
         if not isinstance(key, str):
-            raise ValueError(f"key is {key!r}, expected a string")
+            raise ValueError(f"key is {shown(key)}, expected a string")
         # Any string, and one that nobody can make to name another file.
         return self.directory / hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -194,9 +195,8 @@ class Sessions:
             if not kept:
                 raise ValueError(f"there is no session {key!r}")
             if back >= len(kept):
-                raise ValueError(
-                    f"cannot go back {back} states in session {key!r}, at most {len(kept) - 1} of {len(kept)} kept ones"
-                )
+                told = f"cannot go back {shown(back)} states in session {key!r}"
+                raise ValueError(f"{told}, at most {len(kept) - 1} of {len(kept)} kept ones")
             path = kept[-1 - back]
             try:
                 if f"{_checksum(path):08x}" != path.name.split(".")[1]:

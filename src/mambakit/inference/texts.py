@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mambakit.arguments import check_kind, encoded
 from mambakit.inference.generation import Stream
+from mambakit.inference.prompts import check_language_model
 from mambakit.models.language_model import LanguageModel
 from mambakit.text.tokenizer import Tokenizer
 
@@ -43,6 +45,7 @@ def stream_text(
         >>> pieces = mk.stream_text(model, mk.load_tokenizer("bytes"), "Once upon", max_new_tokens=20, seed=1)
         >>> text = "".join(pieces)
     """
+    check_language_model(model)
     if not isinstance(tokenizer, Tokenizer):
         raise ValueError(f"tokenizer is a {type(tokenizer).__name__}; load_tokenizer gives one")
     if tokenizer.vocab_size > model.config.padded_vocab_size and tokenizer.end >= model.config.vocab_size:
@@ -50,8 +53,9 @@ def stream_text(
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model knows {known}")
     tokens, chat = tokenizer.tokens, tokenizer.chat
     given = options.pop("stop", None)
-    given = [given] if isinstance(given, str | int) else list(given or [])
-    stops: list[Any] = [tokens.encode(stop.encode()) if isinstance(stop, str) else stop for stop in given]
+    given = [] if given is None else [given] if isinstance(given, str | int) else given
+    check_kind("stop", given, Sequence, "an id, a text, or a list of these and of sequences of ids")
+    stops = [tokens.encode(encoded("stop", stop)) if isinstance(stop, str) else stop for stop in given]
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt) or [tokens.end]
         ends = {tokens.end}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from mambakit.arguments import shown
 from mambakit.blocks.block import Options, check_flags, check_options, check_packing
 from mambakit.blocks.caches import select
 from mambakit.blocks.config import check_config
@@ -42,7 +43,7 @@ class BidirectionalConfig(StackConfig):
     def __post_init__(self) -> None:
         StackConfig.__post_init__(self)
         if self.merge not in MERGES:
-            raise ValueError(f"merge is {self.merge!r}, expected one of {', '.join(MERGES)}")
+            raise ValueError(f"merge is {shown(self.merge)}, expected one of {', '.join(MERGES)}")
         if self.d_intermediate or self.layer_latents:
             raise ValueError("a bidirectional stack has no MLPs and no latents per layer")
 
@@ -54,8 +55,8 @@ class BidirectionalConfig(StackConfig):
         virtual = StridedCyclic(self.n_layer) if self.virtual is None else self.virtual
         if not isinstance(virtual, PairSchedule):
             raise ValueError(
-                f"virtual is {virtual!r}, expected Custom((...)), or StridedCyclic, StridedStretched, SymmetricCyclic "
-                "or SymmetricStretched of an even number"
+                f"virtual is {shown(virtual)}, expected Custom((...)), or StridedCyclic, StridedStretched, "
+                "SymmetricCyclic or SymmetricStretched of an even number"
             )
         return virtual.pair_order(self.n_layer)
 

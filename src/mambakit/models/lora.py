@@ -7,12 +7,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from mambakit.models.quantization import PROJECTIONS, QuantizedLinear
+from mambakit.arguments import check_kind, number, shown
+from mambakit.models.quantization import PROJECTIONS
+from mambakit.models.quantized_linear import QuantizedLinear
 
 Model = TypeVar("Model", bound=nn.Module)
 
 TARGETS = tuple(name for name in PROJECTIONS if name != "lm_head")
 """What gets an adapter unless the caller says otherwise: every projection of every block."""
+MAX_RANK = 1 << 16
 
 
 class LoraLinear(nn.Module):
@@ -81,26 +84,30 @@ def add_lora(model: Model, rank: int, *, alpha: float | None = None, targets: Se
         True
     """
     _check_plain(model)
-    targets = [targets] if isinstance(targets, str) else list(targets)
+    targets = [targets] if isinstance(targets, str) else targets
+    if not isinstance(targets, Sequence) or not all(isinstance(name, str) for name in targets):
+        raise ValueError(f"targets is {shown(targets)}, expected names of projections")
+    targets = list(targets)
     found = [path for path, _ in _linears(model) if path.rpartition(".")[2] in targets]
     absent = [name for name in targets if not any(path.rpartition(".")[2] == name for path in found)]
     if not found or (absent and targets != list(TARGETS)):
         known = sorted({path.rpartition(".")[2] for path, _ in _linears(model)})
         raise ValueError(f"the model has no projections called {', '.join(absent)}; it has {', '.join(known)}")
-    return wrap(model, found, rank, 2.0 * rank if alpha is None else alpha)
+    return wrap(model, found, rank, alpha)
 
 
-def wrap(model: Model, paths: Iterable[str], rank: int, alpha: float) -> Model:
+def wrap(model: Model, paths: Iterable[str], rank: int, alpha: float | None = None) -> Model:
     """Adapters on exactly these modules; everything else is frozen."""
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"rank = {rank!r} has to be a positive integer")
+    if type(rank) is not int or not 0 < rank <= MAX_RANK:
+        raise ValueError(f"rank = {shown(rank)} has to be a positive integer of at most {MAX_RANK}")
+    alpha = 2.0 * rank if alpha is None else number("alpha", alpha)
     if not alpha > 0:
         raise ValueError(f"alpha = {alpha!r} has to be positive")
     _check_plain(model)
     model.requires_grad_(False)
     for path in paths:
         owner, name = _place(model, path)
-        setattr(owner, name, LoraLinear(getattr(owner, name), rank, float(alpha)))
+        setattr(owner, name, LoraLinear(getattr(owner, name), rank, alpha))
     return model
 
 
@@ -128,6 +135,7 @@ def merge_lora(model: Model) -> Model:
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
     """Every adapter with its place."""
+    check_kind("model", model, nn.Module, "a model")
     return ((path, module) for path, module in model.named_modules() if isinstance(module, LoraLinear))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mambakit.arguments import check_count
 from mambakit.blocks.config import Config, check_positive, check_types
 from mambakit.ops.norm import rms_norm
 
@@ -44,6 +45,8 @@ def depth_aware_bias(n_mixing: int, n_streams: int) -> float:
         >>> round(mk.depth_aware_bias(n_mixing=21, n_streams=4), 2)
         -2.84
     """
+    for name, count in (("n_mixing", n_mixing), ("n_streams", n_streams)):
+        check_count(name, count, least=0, most=2**31)
     openness = math.sqrt(n_mixing / 21) * (math.exp(3) + 1) - n_streams
     if openness <= 0:
         raise ValueError(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mambakit.arguments import shown
+
 MOST_LAYERS = 2**20
 
 
@@ -49,7 +51,7 @@ class Custom:
 
     def order(self, n_layer: int) -> tuple[int, ...]:
         if not isinstance(self.indices, list | tuple) or not self.indices:
-            raise ValueError(f"Custom({self.indices!r}) has no virtual layers; name the layer to use for each")
+            raise ValueError(f"Custom({shown(self.indices)}) has no virtual layers; name the layer to use for each")
         wrong = [index for index in self.indices if type(index) is not int or not 0 <= index < n_layer]
         if wrong:
             raise ValueError(f"Custom names layers {wrong}, but n_layer = {n_layer} has 0 to {n_layer - 1}")
@@ -165,7 +167,7 @@ def interleave(straight: list[int], reverse: list[int]) -> tuple[int, ...]:
 
 def check_count(schedule: Any) -> int:
     if type(schedule.n) is not int or schedule.n < 1:
-        raise ValueError(f"{type(schedule).__name__}({schedule.n!r}) has no virtual layers; choose 1 or more")
+        raise ValueError(f"{type(schedule).__name__}({shown(schedule.n)}) has no virtual layers; choose 1 or more")
     if schedule.n > MOST_LAYERS:
         raise ValueError(f"{type(schedule).__name__}({schedule.n}) is more than {MOST_LAYERS} virtual layers")
     return schedule.n

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from mambakit.arguments import shown
 from mambakit.blocks import family
 from mambakit.blocks.block import Options, check_flags, check_input, check_options, check_token, resets
 from mambakit.blocks.config import BlockConfig, Config, check_config, check_positive, check_types
@@ -91,14 +92,14 @@ class StackConfig(Config):
 
     def _check_layers(self, layers: tuple[tuple[BlockConfig, ...], ...]) -> None:
         if not isinstance(layers, list | tuple) or not layers:
-            raise ValueError(f"layers = {layers!r} has to be a tuple of layers, each a tuple of blocks' configs")
+            raise ValueError(f"layers = {shown(layers)} has to be a tuple of layers, each a tuple of blocks' configs")
         if self.block is not None or self.d_intermediate or self.n_layer not in (0, len(layers)):
             raise ValueError(
                 "layers says which blocks there are and how many layers; "
                 f"leave out block, d_intermediate and n_layer = {self.n_layer}"
             )
         if not all(isinstance(blocks, list | tuple) and blocks for blocks in layers):
-            raise ValueError(f"layers = {layers!r} has to be a tuple of layers, each a tuple of blocks' configs")
+            raise ValueError(f"layers = {shown(layers)} has to be a tuple of layers, each a tuple of blocks' configs")
         for i, blocks in enumerate(layers):
             for block in blocks:
                 check_block(block)
@@ -130,7 +131,9 @@ class StackConfig(Config):
         if self.virtual is None:
             return tuple(range(self.n_layer))
         if not isinstance(self.virtual, schedules.Schedule):
-            raise ValueError(f"virtual is {self.virtual!r}, expected Cyclic(n), Stretched(n), Custom((...)) or None")
+            raise ValueError(
+                f"virtual is {shown(self.virtual)}, expected Cyclic(n), Stretched(n), Custom((...)) or None"
+            )
         return self.virtual.order(self.n_layer)
 
     def to_dict(self) -> dict[str, Any]:

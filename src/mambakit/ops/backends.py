@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mambakit.arguments import shown
+
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """What has its numbers in its own memory. A subclass may keep them elsewhere."""
 
@@ -96,7 +98,7 @@ def backend_names() -> tuple[str, ...]:
 
 def check_backend(name: str) -> None:
     if not isinstance(name, str) or (name not in ("auto", "torch") and name not in BACKENDS):
-        raise ValueError(f"backend {name!r} is unknown; choose from {', '.join(backend_names())}")
+        raise ValueError(f"backend {shown(name)} is unknown; choose from {', '.join(backend_names())}")
 
 
 def asked() -> str:

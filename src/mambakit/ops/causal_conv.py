@@ -7,17 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.arguments import check_flag
 from mambakit.ops.operation import Outputs, TorchOperation
-from mambakit.ops.shapes import (
-    Sizes,
-    bind,
-    cast,
-    check_flag,
-    check_floats,
-    check_integers,
-    check_lengths,
-    check_segments,
-)
+from mambakit.ops.shapes import Sizes, bind, cast, check_floats, check_integers, check_lengths, check_segments
 
 
 def _outputs(x_bsv: Tensor, weight_vk: Tensor, *others: Any) -> Outputs:

@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mambakit.arguments import number
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.operation import Outputs, TorchOperation
 from mambakit.ops.rotation import check_pairing, check_pairs, rotate_all, running_angle
-from mambakit.ops.shapes import bind, check_floats, check_integers, check_segments, number
+from mambakit.ops.shapes import bind, check_floats, check_integers, check_segments
 
 
 def _outputs(b_bsmgr: Tensor, c_bsmgr: Tensor, *others: Any) -> Outputs:

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.arguments import check_flag, number
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, cast, check_beside, check_flag, check_floats, check_tensors, number
+from mambakit.ops.shapes import bind, cast, check_beside, check_floats, check_tensors
 
 
 def rms_norm(

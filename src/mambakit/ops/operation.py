@@ -273,6 +273,8 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]
         >>> "ssd" in [choice.operation for choice in mk.explain(block, torch.randn(1, 100, 64))]
         True
     """
+    if not callable(call):
+        raise ValueError(f"call is a {type(call).__name__}, expected a function or a module")
     notes: list[Choice] = []
     with _Setting("notes", notes):
         call(*args, **kwargs)

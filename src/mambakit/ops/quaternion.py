@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.arguments import number
 from mambakit.ops.segments import before_segment
-from mambakit.ops.shapes import bind, check_floats, check_segments, number
+from mambakit.ops.shapes import bind, check_floats, check_segments
 
 IDENTITY = (1.0, 0.0, 0.0, 0.0)
 

@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from mambakit.arguments import number, shown
 from mambakit.ops.segments import before_segment
-from mambakit.ops.shapes import bind, check_floats, check_segments, number
+from mambakit.ops.shapes import bind, check_floats, check_segments
 
 
 def running_angle(
@@ -70,7 +71,7 @@ def rotate_all(xs_bsmhr: tuple[Tensor, ...], angle_bsha: Tensor, pairing: str = 
 
 def check_pairing(pairing: str) -> None:
     if pairing not in ("interleaved", "half"):
-        raise ValueError(f'pairing = {pairing!r} is unknown; use "interleaved" or "half"')
+        raise ValueError(f'pairing = {shown(pairing)} is unknown; use "interleaved" or "half"')
 
 
 def check_pairs(angles: int, state_rank: int) -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.arguments import check_flag
 from mambakit.ops.activations import softplus
 from mambakit.ops.backends import TORCH
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind, check_flag, check_floats, check_segments, full_precision
+from mambakit.ops.shapes import bind, check_floats, check_segments, full_precision
 
 BLOCK_ELEMENTS = 1 << 18
 """State entries in each array of a block: a megabyte or so, so that the passes over a block stay in cache."""

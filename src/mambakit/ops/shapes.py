@@ -1,7 +1,6 @@
 """What a public op checks at its door: sizes by the letters in the names, devices, dtypes."""
 
 import contextlib
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -154,26 +153,6 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
-
-
-def shown(value: Any) -> str:
-    """In a line."""
-    return " ".join(f"{value!r:.80}".split()) if isinstance(value, Tensor) else f"{value!r:.80}"
-
-
-def number(name: str, value: Any) -> float:
-    """A finite one, as torch takes it: larger integers than it has are floats."""
-    try:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise ValueError
-        return float(value)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{name} is {shown(value)}, expected a finite number") from None
-
-
-def check_flag(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise ValueError(f"{name} is {shown(value)}, expected True or False")
 
 
 def check_integers(name: str, tensor: Tensor, what: str = "integers") -> None:

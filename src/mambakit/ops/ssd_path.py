@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mambakit.arguments import shown
 from mambakit.ops.backends import check_backend, use_backend
 
 ALGORITHMS = ("minimal", "serial", "serial_recalculated")
@@ -40,16 +41,16 @@ class SsdPath:
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm {self.algorithm!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+            raise ValueError(f"algorithm {shown(self.algorithm)} is unknown; choose from {', '.join(ALGORITHMS)}")
         check_backend(self.backend)
         if self.chunk_len is not None and (type(self.chunk_len) is not int or self.chunk_len < 1):
-            raise ValueError(f"chunk_len is {self.chunk_len!r}, expected a positive integer or None")
+            raise ValueError(f"chunk_len is {shown(self.chunk_len)}, expected a positive integer or None")
 
     @classmethod
     def of(cls, path: "SsdPath | None") -> "SsdPath":
         """`path`, or the default for None."""
         if path is not None and not isinstance(path, SsdPath):
-            raise ValueError(f"path is {path!r}, expected an SsdPath such as SsdPath.serial(64)")
+            raise ValueError(f"path is {shown(path)}, expected an SsdPath such as SsdPath.serial(64)")
         return path or DEFAULT
 
     def around(self) -> contextlib.AbstractContextManager[Any]:

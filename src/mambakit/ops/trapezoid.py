@@ -7,6 +7,7 @@ gamma_t = lambda_t dt_t                                    beta_t = (1 - lambda_
 import torch
 from torch import Tensor
 
+from mambakit.arguments import shown
 from mambakit.ops.backends import may_overwrite
 from mambakit.ops.shapes import full_precision
 from mambakit.ops.ssd import add_write, check_core, scan
@@ -43,7 +44,7 @@ def trapezoid(
         >>> y_bsmhp, state_bhpr = mk.trapezoid(v_bsmhp, b_bsmgr, c_bsmgr, -dt_bsh, dt_bsh, half_bsh)
     """
     if pathway not in PATHWAYS:
-        raise ValueError(f"pathway {pathway!r} is unknown; choose from {', '.join(PATHWAYS)}")
+        raise ValueError(f"pathway {shown(pathway)} is unknown; choose from {', '.join(PATHWAYS)}")
     if (v_last_bmhp is None) != (b_last_bmgr is None):
         raise ValueError("v_last_bmhp and b_last_bmgr describe one token: give both or neither")
     data = {"v_bsmhp": v_bsmhp, "b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr}

@@ -23,7 +23,14 @@ class Loaded(NamedTuple):
     engine: Engine
 
 
-def load(folder: Path, *, tokenizer: str | None = None, bits: int | None = None, max_rows: int = 64) -> Loaded:
+def load(
+    folder: Path,
+    *,
+    tokenizer: str | None = None,
+    bits: int | None = None,
+    max_rows: int = 64,
+    speculate: str = "auto",
+) -> Loaded:
     """A model, how it is talked to, and an engine for it."""
     tokens = read_tokens(folder, tokenizer)
     model = load_model(folder).eval()
@@ -32,7 +39,8 @@ def load(folder: Path, *, tokenizer: str | None = None, bits: int | None = None,
     chat = read_chat(folder, tokens, model.config.vocab_size)
     if bits is not None:
         model = quantize(model, bits)
-    return Loaded(model, tokens, chat, Engine(model, max_rows, PrefixCache(), tokenizer=tokens))
+    engine = Engine(model, max_rows, PrefixCache(), tokenizer=tokens, speculate=speculate)
+    return Loaded(model, tokens, chat, engine)
 
 
 def make_service(

@@ -145,8 +145,8 @@ def application(
     """A Ray Serve application of so many replicas, for `ray.serve.run`.
 
     `sessions` is a folder that every replica reaches. `options` are `limits` (a dict of `Limits`' fields), `threads` of
-    each replica, and `tokenizer`, `bits` and `max_rows` as `mambakit serve` has them. `actor_options` are Ray's, such
-    as `{"num_gpus": 1}`.
+    each replica, and `tokenizer`, `bits`, `max_rows` and `speculate` as `mambakit serve` has them. `actor_options` are
+    Ray's, such as `{"num_gpus": 1}`.
     """
     serve = need("Ray Serve", "ray.serve")
     path = Path(folder).resolve()

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
+from mambakit.arguments import check_flag, check_kind, encoded, shown
 from mambakit.text.templates import Template, make_environment
 from mambakit.text.tokens import Tokens
 
@@ -57,6 +59,9 @@ class Chat:
         stop_ids: Sequence[int] = (),
         tool_template: str | None = None,
     ):
+        for given in (template, tool_template):
+            check_kind("the chat template", given, (str, NoneType), "text")
+        check_kind("named", named, (Mapping, NoneType), "texts by their names")
         self.tokens, self.stop_ids = tokens, tuple(stop_ids)
         self.template, self.named = template, dict(named or {})
         self._start = [] if template is not None else list(start)
@@ -72,17 +77,22 @@ class Chat:
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Any] | None = None
     ) -> str:
         """ValueError where the template does not take these messages. `tools` are functions that may be called."""
-        if isinstance(messages, str | Mapping) or not all(
+        check_flag("add_generation_prompt", add_generation_prompt)
+        if not isinstance(messages, Sequence) or not all(
             isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages
         ):
             raise ValueError("messages have to be a list of objects, each with a role")
+        if tools is not None and not isinstance(tools, Sequence):
+            raise ValueError(f"tools is {shown(tools)}, expected a list of functions")
+        if tools and self._write_tools is plain:
+            raise ValueError("tools are for a chat template that takes them, and there is none")
         if tools:
             return self._write_tools(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return self._write(messages, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str, *, first: bool = True) -> list[int]:
         """Ids of a conversation's text; of a later part of it where it is not the `first`."""
-        return (self._start if first else []) + self.tokens.encode(text.encode())
+        return (self._start if first else []) + self.tokens.encode(encoded("the conversation", text))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
         text = self.text(messages, tools=tools)

@@ -85,15 +85,12 @@ def standard_library() -> list[Document]:
 def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
     """Documents to train on and about `share` of the bytes to evaluate on, the same at every call.
 
-    Whole documents are held out, chosen by their names; of only a few documents the end of each.
+    Whole documents are held out, chosen by their names; of only a few documents, or long ones only, the end of each.
     """
     if not 0 < share < 1:
         raise ValueError(f"held-out share = {share} has to be between 0 and 1")
     if len(documents) < FEW:
-        cuts = [int(len(content) * (1 - share)) for _, content in documents]
-        pairs = list(zip(documents, cuts, strict=True))
-        train = [Document(name, content[:cut]) for (name, content), cut in pairs if cut]
-        return train, [Document(f"{name} (end)", content[cut:]) for (name, content), cut in pairs]
+        return _hold_out_ends(documents, share)
     wanted = share * sum(len(content) for _, content in documents)
     train, held, size = [], [], 0
     for document in sorted(documents, key=lambda d: hashlib.sha256(d.name.encode()).digest()):
@@ -103,7 +100,14 @@ def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document
             size += len(document.content)
         else:
             train.append(document)
-    return sorted(train), sorted(held)
+    return (sorted(train), sorted(held)) if size else _hold_out_ends(documents, share)
+
+
+def _hold_out_ends(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
+    cuts = [int(len(content) * (1 - share)) for _, content in documents]
+    pairs = list(zip(documents, cuts, strict=True))
+    train = [Document(name, content[:cut]) for (name, content), cut in pairs if cut]
+    return train, [Document(f"{name} (end)", content[cut:]) for (name, content), cut in pairs]
 
 
 def hold_out_whole(items: Sequence[Named], share: float) -> tuple[list[Named], list[Named]]:

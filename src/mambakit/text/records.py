@@ -123,12 +123,13 @@ def _rows(path: Path, batches: Callable[[Any], Iterator[Any]]) -> Iterator[tuple
     arrow, number = _pyarrow(path), 0
     try:
         for batch in batches(arrow):
+            batch.validate(full=True)  # arrow believes its files, and would read beyond them
             known = [name for name in batch.schema.names if name in FIELDS]
             # With names of other fields only, for the message that lists them.
             for values in batch.select(known).to_pylist() if known else [dict.fromkeys(batch.schema.names)]:
                 number += 1
                 yield f"row {number}", values
-    except arrow.ArrowInvalid as error:
+    except Exception as error:  # arrow's own, and Python's for texts that are none
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 

@@ -3,12 +3,15 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
+from mambakit.arguments import encoded, find_path, shown
 from mambakit.text.chat import Chat, read_chat
 from mambakit.text.tokens import BYTES, TEXT, TOKENIZER, Tokens, read_tokens
 
+MAX_ID = 1 << 31
 PLACES = ("", "model", "adapter")
 """Where in a folder a tokenizer may be: in itself, or in what a training run made."""
 
@@ -37,11 +40,18 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise ValueError(f"encode takes a str, got a {type(text).__name__}")
-        return self.tokens.encode(text.encode())
+        return self.tokens.encode(encoded("text", text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Of a list or a tensor with one axis; the end token is left out."""
-        return self.tokens.decode([int(one) for one in ids])
+        given: Any = ids
+        try:
+            numbers = [index(one) for one in (given.tolist() if hasattr(given, "tolist") else given)]
+        except Exception as error:  # of a list of something else, or a tensor without numbers
+            raise ValueError(f"ids is {shown(ids)}, expected a list or a tensor with one axis of token ids") from error
+        if not all(0 <= one < MAX_ID for one in numbers):
+            raise ValueError(f"ids holds {shown(min(numbers))} to {shown(max(numbers))}, which are no token ids")
+        return self.tokens.decode(numbers)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -69,7 +79,7 @@ def load_tokenizer(path_or_hub_name: str | os.PathLike[str]) -> Tokenizer:
 
 def find_tokens(path_or_hub_name: str | os.PathLike[str]) -> tuple[Tokens, Path]:
     """And the folder that may say more of it."""
-    path = Path(path_or_hub_name)
+    path = find_path("path_or_hub_name", path_or_hub_name)
     if path_or_hub_name == BYTES or path.is_file():
         return read_tokens(path.parent, str(path)), path.parent if path.is_file() else Path(os.devnull)
     if not path.is_dir():

@@ -15,6 +15,7 @@ BYTES = "bytes"
 BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """What else a folder says of a tokenizer: names of its tokens, how chats are written, where texts end."""
 END = "<|endoftext|>"
+MAX_VOCABULARY = 1 << 24
 END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
 
@@ -80,6 +81,8 @@ class TokenizerFile:
         self._tokenizer = _read_tokenizer(path)
         # Not their number: ids may have gaps.
         size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        if size > MAX_VOCABULARY:
+            raise ValueError(f"{path} has ids up to {size - 1:,}, and at most {MAX_VOCABULARY:,} are read")
         named = [end, *(self._tokenizer.token_to_id(name) for name in END_NAMES), size]
         self.end: int = next(i for i in named if i is not None)
         self.vocab_size: int = max(size, self.end + 1)
@@ -90,9 +93,14 @@ class TokenizerFile:
         except UnicodeDecodeError as error:
             where = f"byte 0x{text[error.start]:02x} at {error.start}"
             raise ValueError(f"not UTF-8 ({where}); without a tokenizer, bytes are read as they are") from error
+        except Exception as error:  # the package raises bare Exception
+            raise ValueError(f"the tokenizer {self.path} does not take this text: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if i != self.end], skip_special_tokens=False)
+        try:
+            return self._tokenizer.decode([i for i in ids if i != self.end], skip_special_tokens=False)
+        except Exception as error:
+            raise ValueError(f"the tokenizer {self.path} does not take these ids: {error}") from error
 
     def pieces(self, ids: Iterator[int]) -> Iterator[str]:
         # How a token is shown may depend on those before it: decode all since the last line, show what is new.

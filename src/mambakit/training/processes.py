@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mambakit.arguments import find_device
 from mambakit.models.language_model import LanguageModel
 from mambakit.training.settings import PARALLEL
 
@@ -29,7 +30,7 @@ class Ranks:
             raise ValueError(f"parallel = {parallel!r} is unknown; choose from {', '.join(PARALLEL)}")
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.parallel = parallel if self.world > 1 else None
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)

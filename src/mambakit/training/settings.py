@@ -1,5 +1,6 @@
 """What a run depends on, apart from the model and the text."""
 
+import math
 from dataclasses import dataclass
 
 from mambakit.blocks.config import Config, check_positive, check_types
@@ -58,6 +59,9 @@ class TrainSettings(Config):
                 raise ValueError(f"{name} = {getattr(self, name)!r} is unknown; choose from {', '.join(known)}")
         if self.autocast not in (None, "bfloat16"):
             raise ValueError(f"autocast = {self.autocast!r} is unknown; choose bfloat16 or None")
+        for name in ("lr", "weight_decay", "balance"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} = {getattr(self, name)} has to be a finite number")
         if min(self.warmup, self.weight_decay, self.skip_bad_steps, self.balance) < 0:
             raise ValueError("warmup, weight_decay, skip_bad_steps and balance have to be 0 or more")
         if not 0 <= self.floor <= 1 or not 0 <= self.decay <= 1:

@@ -1,8 +1,6 @@
 """Train a variant on a task, short sequences first, and measure it on longer ones than it has seen."""
 
-import math
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -13,47 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mambakit.blocks.config import check_positive
+from mambakit.tools.experiments.interrupted import Interrupted
+from mambakit.tools.experiments.recipe import Lengths, Recipe, Trial
 from mambakit.tools.experiments.tasks import Task
 from mambakit.tools.experiments.variants import Variant
 
-Progress = Callable[[int, float], None]
-"""Called after every step with how many there were and the loss."""
+Progress = Callable[[int, float, int], None]
+"""Called after every step with how many there were, the loss and the longest length."""
 
 TEST_SEED, CHOICE_SEED = 2**40, 2**41
 """Far from the seeds of trainings, so that no test sequence was trained on, nor one a run was chosen by."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    steps: int
-    tokens: int = 1280
-    """Per step: short sequences come in larger batches."""
-    d_model: int = 64
-    learning_rate: float = 3e-3
-    warmup: int = 100
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Tried in order until one has learned the task at the validation length; else the best there."""
-    solved: float = 99.5
-    """The scaled accuracy there that ends the search."""
-    test_sequences: int = 1024
-
-    def __post_init__(self) -> None:
-        check_positive(self, "steps", "tokens", "test_sequences")
-        if not self.seeds:
-            raise ValueError("seeds is empty; give at least one")
-
-    def rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine to zero."""
-        return min(1, (step + 1) / self.warmup) * (0.5 + 0.5 * math.cos(math.pi * step / self.steps))
-
-    def longest(self, task: Task, step: int) -> int:
-        """The curriculum: from the first length to the last by equal factors, which it reaches at 7 tenths of the way.
-
-        A rotation has to be twice as exact for twice the length; so it is never asked for more than a little more.
-        """
-        _, first, last = task.lengths
-        return round(first * (last / first) ** min(step / self.steps / 0.7, 1))
 
 
 @dataclass(kw_only=True)
@@ -62,74 +29,116 @@ class Fit:
 
     task: str
     variant: str
-    seed: int
+    trial: Trial
     parameters: int
     recipe: Recipe
     seconds: float = 0.0
-    """All seeds and the measuring, by the clock."""
+    """All trials and the measuring, by the clock."""
     cpu_seconds: float = 0.0
     """The same, of this process alone: what the clock would show on a machine with nothing else to do."""
     losses: list[float] = field(default_factory=list)
     """Mean losses of the parts of the training, at most 100 parts."""
+    lengths: list[int] = field(default_factory=list)
+    """The longest length at the end of each of these parts."""
     valid_score: float = 0.0
     """At the task's validation length, on sequences used for nothing else; runs are chosen by this one."""
     scores: dict[int, float] = field(default_factory=dict)
     """By length; the task's test length is the one in the table."""
-    tried: list[tuple[int, float]] = field(default_factory=list)
-    """Seeds and their `valid_score`, this one included."""
+    tried: list[tuple[str, float]] = field(default_factory=list)
+    """Trials by `Recipe.called` and their `valid_score`, this one included."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "taken": self.recipe.called(self.trial)}
 
 
-def search(task: Task, variant: Variant, recipe: Recipe, progress: Progress) -> Fit:
-    """The fit to report: chosen among seeds at the validation length, and only then measured on the test."""
+def search(task: Task, variant: Variant, recipe: Recipe, progress: Progress, kept: Interrupted | None = None) -> Fit:
+    """The fit to report: chosen among trials at the validation length, and only then measured on the test.
+
+    What `kept` has from before an interruption is not done again; the result is the same.
+    """
     with one_thread():
-        return _search(task, variant, recipe, progress)
+        return _search(task, variant, recipe, progress, kept or Interrupted())
 
 
-def _search(task: Task, variant: Variant, recipe: Recipe, progress: Progress) -> Fit:
+def _search(task: Task, variant: Variant, recipe: Recipe, progress: Progress, kept: Interrupted) -> Fit:
     best: tuple[Fit, nn.Module] | None = None
-    tried, started, cpu_started = [], time.perf_counter(), time.process_time()
-    for seed in recipe.seeds:
-        fit, model = train(task, variant, recipe, seed, progress)
-        tried.append((seed, fit.valid_score))
+    if kept.best is not None:
+        best = begin(task, variant, recipe, recipe.trials[kept.best["trial"]])
+        best[0].losses, best[0].lengths, best[0].valid_score = kept.best["found"]
+        best[1].load_state_dict(kept.best["weights"])
+    for number, trial in enumerate(recipe.trials):
+        if number < len(kept.tried):
+            continue
+        if best is not None and best[0].valid_score >= recipe.solved:
+            break
+        fit, model = train(task, variant, recipe, trial, progress, kept)
+        kept.tried.append((recipe.called(trial), fit.valid_score))
+        kept.training = None
         if best is None or fit.valid_score > best[0].valid_score:
             best = fit, model
-        if fit.valid_score >= recipe.solved:
-            break
-    assert best is not None, "a recipe has at least one seed"
+            if kept.path is not None:
+                found = (fit.losses, fit.lengths, fit.valid_score)
+                kept.best = {"trial": number, "found": found, "weights": model.state_dict()}
+        kept.write()
+    assert best is not None, "a recipe has at least one trial"
     fit, model = best
-    fit.tried = tried
+    fit.tried = kept.tried
     for length in lengths_measured(task):
         fit.scores[length] = score(task, model, length, recipe.test_sequences, TEST_SEED + length)
-    fit.seconds = round(time.perf_counter() - started, 1)
-    fit.cpu_seconds = round(time.process_time() - cpu_started, 1)
+    fit.seconds, fit.cpu_seconds = (round(seconds, 1) for seconds in kept.clocks())
     return fit
 
 
-def train(task: Task, variant: Variant, recipe: Recipe, seed: int, progress: Progress) -> tuple[Fit, nn.Module]:
-    model = variant.build(task, recipe.d_model, seed)
+def begin(task: Task, variant: Variant, recipe: Recipe, trial: Trial) -> tuple[Fit, nn.Module]:
+    """Before the first step."""
+    model = variant.build(task, recipe, trial.d_model, trial.seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    fit = Fit(task=task.name, variant=variant.name, seed=seed, parameters=parameters, recipe=recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate)
-    rng, losses = random.Random(seed), []
-    for step in range(recipe.steps):
-        longest = recipe.longest(task, step)
-        length = rng.randint(max(longest // 2, task.lengths[0]), longest)
-        ids_bs, targets_bs = task.generate(max(recipe.tokens // longest, 1), length, rng)
+    return Fit(task=task.name, variant=variant.name, trial=trial, parameters=parameters, recipe=recipe), model
+
+
+def train(
+    task: Task, variant: Variant, recipe: Recipe, trial: Trial, progress: Progress, kept: Interrupted
+) -> tuple[Fit, nn.Module]:
+    fit, model = begin(task, variant, recipe, trial)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trial.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    rng, lengths = random.Random(trial.seed), Lengths(task, recipe)
+    losses: list[float] = []
+    longest: list[int] = []
+    if kept.training is not None:
+        model.load_state_dict(kept.training["model"])
+        optimizer.load_state_dict(kept.training["optimizer"])
+        version, numbers, gauss = kept.training["rng"]
+        rng.setstate((version, tuple(numbers), gauss))
+        lengths.restore(kept.training["lengths"])
+        losses, longest = list(kept.training["losses"]), list(kept.training["longest"])
+    for step in range(len(losses), recipe.steps):
+        optimizer.param_groups[0]["lr"] = trial.learning_rate * recipe.rate(step)
+        count, length = lengths.draw(step, rng)
+        ids_bs, targets_bs = task.generate(count, length, rng)
         logits_bsw = model(ids_bs)[0][..., : task.classes]
         loss = F.cross_entropy(logits_bsw.flatten(0, 1), targets_bs.flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
+        scored_bs = task.scored(targets_bs)
+        lengths.learn(length, (logits_bsw.argmax(-1) == targets_bs)[scored_bs].float().mean().item())
         losses.append(loss.item())
-        progress(step + 1, losses[-1])
+        longest.append(lengths.longest(step))
+        if kept.due():
+            kept.training = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "rng": rng.getstate(),
+                "lengths": lengths.state(),
+                "losses": losses,
+                "longest": longest,
+            }
+            kept.write()
+        progress(step + 1, losses[-1], longest[-1])
     part = -(-len(losses) // 100)
     fit.losses = [round(mean(losses[i : i + part]), 5) for i in range(0, len(losses), part)]
+    fit.lengths = [max(longest[i : i + part]) for i in range(0, len(losses), part)]
     fit.valid_score = score(task, model, task.valid_length, recipe.test_sequences, CHOICE_SEED)
     return fit, model
 

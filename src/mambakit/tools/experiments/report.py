@@ -10,6 +10,8 @@ import torch
 from rich.table import Table
 
 from mambakit.optional import need
+from mambakit.tools.experiments.fitting import Fit
+from mambakit.tools.experiments.recipe import Recipe
 from mambakit.tools.experiments.state_tracking import COMPARED, paper_figure
 from mambakit.tools.experiments.tasks import TASKS
 from mambakit.tools.experiments.variants import VARIANTS
@@ -24,9 +26,16 @@ def load_rows(path: Path) -> list[Row]:
         return []
     try:
         rows = json.loads(path.read_text("utf-8"))["rows"]
-        return [row for row in rows if row["variant"] in COMPARED[row["task"]]]
+        return [with_trial(row) for row in rows if row["variant"] in COMPARED[row["task"]]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no results of this experiment; move it away or choose another --out") from error
+
+
+def with_trial(row: Row) -> Row:
+    """Rows written before there were widths and rates to choose from name a seed only."""
+    if "seed" in row:
+        row = {**row, "taken": str(row["seed"]), "tried": [[str(seed), score] for seed, score in row["tried"]]}
+    return row
 
 
 def save_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -37,6 +46,16 @@ def save_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 METRIC = "scaled accuracy in per cent: 0 is guessing, 100 is no error"
+
+
+def as_row(fit: Fit) -> Row:
+    """As it is read back: JSON turns keys into strings and tuples into lists."""
+    return json.loads(json.dumps(fit.to_dict()))
+
+
+def has(rows: Sequence[Row], task: str, variant: str, recipe: Recipe) -> bool:
+    wanted = (task, variant, json.loads(json.dumps(recipe.to_dict())))
+    return any((row["task"], row["variant"], row["recipe"]) == wanted for row in rows)
 
 
 def merge(rows: Sequence[Row], new: Row) -> list[Row]:
@@ -63,11 +82,19 @@ def table(rows: Sequence[Row]) -> Any:
             f"{score_at(row, task.test_length):.1f} at {task.test_length}",
             f"{score_at(row, task.lengths[2]):.1f} at {task.lengths[2]}",
             str(row["recipe"]["steps"]),
-            ", ".join(f"({seed})" if seed != row["seed"] else f"{seed}" for seed, _ in row["tried"]),
+            tried(row),
             f"{row['cpu_seconds'] / 60:.1f}",
             end_section=last < len(rows) and rows[last]["task"] != row["task"],
         )
     return made
+
+
+def tried(row: Row) -> str:
+    """The trial that was taken, and in brackets the others, or how many they were."""
+    taken, others = row["taken"], [name for name, _ in row["tried"] if name != row["taken"]]
+    if len(others) > 3:
+        return f"{taken} (of {len(others) + 1})"
+    return ", ".join(f"({name})" if name != taken else name for name, _ in row["tried"])
 
 
 def score_at(row: Row, length: int) -> float:

@@ -1,10 +1,10 @@
 """Which models are compared on which tasks, how long each is trained, and what the Mamba-3 paper found."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mambakit.tools.experiments.fitting import Fit, Progress, Recipe, search
+from mambakit.tools.experiments.recipe import Recipe
 from mambakit.tools.experiments.tasks import TASKS, Task
 from mambakit.tools.experiments.variants import VARIANTS, Variant
 
@@ -26,13 +26,37 @@ PAPER = {
 
 FULL = {
     "parity": Recipe(steps=1000),
-    "arithmetic": Recipe(steps=3000, seeds=(0,)),
+    "arithmetic": Recipe(
+        steps=6000,
+        n_layer=2,
+        tokens=2560,
+        d_models=(32,),
+        state_rank=16,
+        per_head_dim=16,
+        dt_range=(0.1, 1.0),
+        learning_rates=(1e-2,),
+        curriculum="mastery",
+        first=5,
+        seeds=(0,),
+    ),
     "brackets": Recipe(steps=3000, seeds=(0,)),
     "a5": Recipe(steps=3000, seeds=(0,)),
     "recall": Recipe(steps=2000, seeds=(0,)),
 }
 QUICK_TASKS = ("parity",)
 QUICK_STEPS = 1000
+AS_THE_PAPER = Recipe(
+    steps=10000,
+    sequences=256,
+    d_models=(32, 64),
+    learning_rates=tuple(round(1e-4 * 100 ** (i / 7), 6) for i in range(8)),
+    curriculum="linear",
+    first=40,
+    seeds=(0,),
+)
+"""Appendix D: state 64, lengths from 3 to 40 at first and 160 at last, the best of two widths and eight rates."""
+PAPER_TASKS = tuple(PAPER)
+BUDGETS = ("quick", "full", "paper")
 
 
 def paper_figure(task: str, variant: str) -> float | None:
@@ -47,13 +71,22 @@ def chosen(names: Sequence[str], known: Sequence[str], what: str) -> list[str]:
     return [name for name in known if name in names]
 
 
-def recipes(quick: bool, **given: Any) -> dict[str, Recipe]:
-    """For each task; quick is fewer steps. Fields that are given, and not None, are the same for all."""
+def recipes(budget: str, **given: Any) -> dict[str, Recipe]:
+    """For each task of `budget_tasks`, or any. Fields that are given, and not None, are the same for all."""
     made = dict(FULL)
-    if quick:
+    if budget == "quick":
         made = {name: replace(r, steps=min(r.steps, QUICK_STEPS)) for name, r in made.items()}
+    elif budget == "paper":
+        made = {
+            name: replace(AS_THE_PAPER, first=min(AS_THE_PAPER.first or 0, TASKS[name].lengths[2])) for name in made
+        }
     given = {name: value for name, value in given.items() if value is not None}
     return {name: replace(r, **given) for name, r in made.items()}
+
+
+def budget_tasks(budget: str) -> tuple[str, ...]:
+    """What is trained where no task is named."""
+    return {"quick": QUICK_TASKS, "full": tuple(TASKS), "paper": PAPER_TASKS}[budget]
 
 
 def pairs(tasks: Sequence[str], variants: Sequence[str] | None) -> list[tuple[Task, Variant]]:
@@ -67,12 +100,3 @@ def pairs(tasks: Sequence[str], variants: Sequence[str] | None) -> list[tuple[Ta
     if not found:
         raise ValueError(f"none of {', '.join(variants or ())} is compared on {', '.join(tasks)}")
     return found
-
-
-def run(
-    todo: Sequence[tuple[Task, Variant]], recipes: dict[str, Recipe], watch: Callable[[Task, Variant, Recipe], Progress]
-) -> Iterator[Fit]:
-    """Each pair in turn; `watch` gives what is told about its steps."""
-    for task, variant in todo:
-        recipe = recipes[task.name]
-        yield search(task, variant, recipe, watch(task, variant, recipe))

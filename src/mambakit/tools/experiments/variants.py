@@ -13,9 +13,8 @@ from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.blocks.mamba3 import Mamba3, Mamba3Cache, Mamba3Config, Token
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.ops.backends import use_backend
+from mambakit.tools.experiments.recipe import Recipe
 from mambakit.tools.experiments.tasks import Task
-
-STATE_RANK, PER_HEAD_DIM = 64, 32
 
 
 def fix_frequencies(block: Mamba3) -> None:
@@ -46,16 +45,18 @@ def fix_frequencies(block: Mamba3) -> None:
 class Variant:
     name: str
     title: str
-    block: Callable[[int], BlockConfig]
-    """The block's config for a width."""
+    block: Callable[[dict[str, Any]], BlockConfig]
+    """The block's config for the sizes that all have."""
     fixed_frequency: bool = False
 
-    def build(self, task: Task, d_model: int, seed: int) -> LanguageModel:
+    def build(self, task: Task, recipe: Recipe, d_model: int, seed: int) -> LanguageModel:
         """A fresh model whose logits are over the task's classes; the same seed gives the same weights."""
         torch.manual_seed(seed)
+        sizes = {"d_model": d_model, "state_rank": recipe.state_rank, "per_head_dim": recipe.per_head_dim}
+        low, high = recipe.dt_range
         config = ModelConfig(
-            block=self.block(d_model),
-            n_layer=task.n_layer,
+            block=self.block({**sizes, "dt_min": low, "dt_max": high}),
+            n_layer=recipe.n_layer or task.n_layer,
             vocab_size=max(task.vocab_size, task.classes),
             pad_vocab_size_multiple=1,
             tie_embeddings=False,
@@ -67,15 +68,9 @@ class Variant:
         return model
 
 
-def mamba3(d_model: int) -> Mamba3Config:
-    """The paper's state size, all of which turns, and the decay that the official code had at the paper's time."""
-    return Mamba3Config(
-        d_model=d_model,
-        state_rank=STATE_RANK,
-        per_head_dim=PER_HEAD_DIM,
-        rope_fraction=1.0,
-        a_activation="softplus",
-    )
+def mamba3(sizes: dict[str, Any]) -> Mamba3Config:
+    """All of the state turns; the decay is the one that the official code had at the paper's time."""
+    return Mamba3Config(**sizes, rope_fraction=1.0, a_activation="softplus")
 
 
 VARIANTS = {
@@ -86,17 +81,13 @@ VARIANTS = {
         Variant(
             name="mamba3-still",
             title="Mamba-3, no rotation",
-            block=lambda d_model: replace(mamba3(d_model), rope_fraction=0.0),
+            block=lambda sizes: replace(mamba3(sizes), rope_fraction=0.0),
         ),
         Variant(
             name="mamba3-quaternion",
             title="Mamba-3, quaternions",
-            block=lambda d_model: replace(mamba3(d_model), rotation="quaternion"),
+            block=lambda sizes: replace(mamba3(sizes), rotation="quaternion"),
         ),
-        Variant(
-            name="mamba2",
-            title="Mamba-2",
-            block=lambda d_model: Mamba2Config(d_model=d_model, state_rank=STATE_RANK, per_head_dim=PER_HEAD_DIM),
-        ),
+        Variant(name="mamba2", title="Mamba-2", block=lambda sizes: Mamba2Config(**sizes)),
     )
 }

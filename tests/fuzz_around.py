@@ -1,0 +1,277 @@
+"""Calls of what stands around models: configs, adapters, quantization, files, sessions, text, export.
+
+Each is a function with arguments that fit; the fuzzer puts others in their places.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mambakit as mk
+from blocks import CONFIGS
+from mambakit.inference import Engine, export
+from mambakit.inference.constraints import Constraint
+from mambakit.inference.decoder import Decoder
+from mambakit.inference.requests import State
+from mambakit.inference.sampling import Sampler
+from mambakit.inference.sessions import Sessions
+from mambakit.models.quantization import quantization_report
+from mambakit.text.chat import Chat
+from mambakit.text.tokens import Bytes
+from mambakit.training.settings import TrainSettings
+
+VOCABULARY = 260
+Around = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def make_model(name: str = "mamba2") -> Any:
+    return mk.LanguageModel(mk.ModelConfig(block=CONFIGS[name], n_layer=2, vocab_size=VOCABULARY))
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def saved(model: Any, format: Any, max_shard_bytes: Any, dtype: Any, device: Any) -> None:
+    with folder() as place:
+        mk.save_model(model, place / "m", format, max_shard_bytes=max_shard_bytes)
+        mk.load_model(place / "m", dtype=dtype, device=device)
+
+
+def loaded(**options: Any) -> None:
+    with folder() as place:
+        mk.save_model(make_model(), place / "m")
+        mk.load_model(**{"path_or_hub_name": place / "m", **options})
+
+
+def adapted(rank: Any, alpha: Any, targets: Any, base: Any) -> None:
+    with folder() as place:
+        model = mk.add_lora(make_model(), rank, alpha=alpha, targets=targets)
+        model(torch.tensor([[1, 2]]))
+        mk.save_lora(model, place / "a", base=base)
+        mk.load_lora(make_model(), place / "a")
+        mk.merge_lora(model)
+
+
+def adapter_of(model: Any, directory: Any) -> None:
+    mk.load_lora(model, directory)
+
+
+def quantized(model: Any, bits: Any, group_size: Any) -> None:
+    mk.quantize(model, bits, group_size)(torch.tensor([[1, 2]]))
+
+
+def reported(model: Any, ids_bs: Any) -> None:
+    quantization_report(model, mk.quantize(make_model()), ids_bs)
+
+
+def parked(key: Any, state: Any, n: Any, new_key: Any, versions: Any, max_bytes: Any) -> None:
+    with folder() as place:
+        sessions = Sessions(place, versions=versions, max_bytes=max_bytes)
+        sessions.park(key, state)
+        sessions.park(key, state)
+        sessions.resume(key)
+        sessions.rollback(key, n)
+        sessions.branch(key, new_key)
+        sessions.delete(new_key)
+        sessions.keys()
+
+
+def made_state() -> State:
+    engine = Engine(make_model())
+    request = engine.add([1, 2, 3], 2, keep_state=True)
+    engine.run()
+    assert request.state is not None
+    return request.state
+
+
+def continued(state: Any, ids: Any) -> None:
+    """Another request from a state, beside one that it must not disturb."""
+    engine = Engine(make_model())
+    other = engine.add([1, 2], 3)
+    known = list(state.ids) if isinstance(state, State) else []
+    request = engine.add(known + ids if isinstance(ids, list) else ids, 2, state=state)
+    engine.run()
+    assert len(other.tokens) == 3
+    if request.error is not None:
+        raise request.error
+
+
+def text_of(model: Any, tokenizer: Any, prompt: Any, **options: Any) -> None:
+    mk.generate_text(model, tokenizer, prompt, **options)
+
+
+def spoken(text: Any, ids: Any, messages: Any, add_generation_prompt: Any) -> None:
+    tokenizer = mk.load_tokenizer("bytes")
+    tokenizer.encode(text)
+    tokenizer.decode(ids)
+    tokenizer.apply_chat_template(messages, add_generation_prompt)
+
+
+def templated(template: Any, messages: Any, tools: Any, named: Any) -> None:
+    Chat(Bytes(), template, named=named).render(messages, tools)
+
+
+def prefixed(max_entries: Any, max_bytes: Any, ids: Any) -> None:
+    known, model = mk.PrefixCache(max_entries=max_entries, max_bytes=max_bytes), make_model()
+    for _ in range(2):
+        mk.generate(model, ids, max_new_tokens=2, prefix_cache=known)
+
+
+def decoded(model: Any, ids_b: Any, batch: Any) -> None:
+    decoder = Decoder(model)
+    decoder.load(model.fresh_cache(batch))
+    decoder.step(ids_b)
+    decoder.cache()
+
+
+def chosen(logits_bw: Any, **options: Any) -> None:
+    uniform_b = torch.full((2,), 0.5, dtype=torch.float64)
+    seen_bw = torch.tensor([[True, False, True], [False, False, True]])
+    picks = Sampler(**options).choose(torch.tensor([[0.1, 2.0, -1.0], [float("-inf"), 0.0, 1.0]]), seen_bw, uniform_b)
+    assert 0 <= int(picks.min()) <= int(picks.max()) < 3
+
+
+def with_backend(name: Any) -> None:
+    with mk.use_backend(name):
+        make_model()(torch.tensor([[1, 2]]))
+
+
+def grouped(module: Any, weight_decay: Any, muon: Any, hooks: Any) -> None:
+    torch.optim.AdamW(
+        [
+            {"params": g["params"]}
+            for g in mk.param_groups(module, weight_decay=weight_decay, muon=muon, hooks=hooks)
+            if g["params"]
+        ]
+    )
+
+
+def stacked(**fields: Any) -> None:
+    stack = mk.Stack(mk.StackConfig(**fields))
+    stack(torch.randn(1, 3, stack.d_model))
+
+
+def modelled(**fields: Any) -> None:
+    model = mk.LanguageModel(mk.ModelConfig(**fields))
+    model(torch.tensor([[0, 1]]))
+    mk.ModelConfig.from_json(model.config.to_json())
+
+
+def both_ways(**fields: Any) -> None:
+    stack = mk.BidirectionalStack(mk.BidirectionalConfig(**fields))
+    stack(torch.randn(1, 3, stack.d_model))
+
+
+def latent(**fields: Any) -> None:
+    mk.LatentModel(mk.LatentConfig(**fields))(torch.randn(1, 3, 5))
+
+
+def gated(**fields: Any) -> None:
+    config = mk.MultiGateConfig(**fields)
+    mk.Stack(mk.StackConfig(block=CONFIGS["mamba2"], n_layer=2, multi_gate=config))(torch.randn(1, 3, 8))
+
+
+def scheduled(schedule: Any) -> None:
+    mk.Stack(mk.StackConfig(block=CONFIGS["mamba2"], n_layer=3, virtual=schedule))(torch.randn(1, 3, 8))
+
+
+def cyclic(n: Any) -> None:
+    scheduled(mk.Cyclic(n))
+    scheduled(mk.Stretched(n))
+
+
+def custom(indices: Any) -> None:
+    scheduled(mk.Custom(indices))
+
+
+def explained(call: Any, x: Any) -> None:
+    list(map(str, mk.explain(call, x)))
+
+
+def only_tensor(block: Any, x_bsd: Any) -> None:
+    mk.TensorOnly(block)(x_bsd)
+
+
+def states_of(model: Any, batch: Any) -> None:
+    export.state_names(model)
+    export.fresh_state(model, batch)
+
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+SAMPLING = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
+BLOCK = CONFIGS["mamba2"]
+
+
+def around() -> list[Callable[[], Around]]:
+    """Each made anew: some calls change what they are given."""
+    text = {"max_new_tokens": 3, "stop": ["a", 3], "seed": 1, **SAMPLING}
+    training = {n: getattr(TrainSettings(steps=3), n) for n in TrainSettings.__dataclass_fields__}
+    return [
+        lambda: (
+            saved,
+            {"model": make_model(), "format": "official", "max_shard_bytes": None, "dtype": None, "device": None},
+        ),
+        lambda: (
+            loaded,
+            {
+                "dtype": torch.float64,
+                "device": "cpu",
+                "a_activation": None,
+                "norm_group_size": None,
+                "dt_limit": None,
+                "revision": None,
+            },
+        ),
+        lambda: (adapted, {"rank": 2, "alpha": 3.0, "targets": ("in_proj",), "base": ""}),
+        lambda: (mk.add_lora, {"model": make_model(), "rank": 2}),
+        lambda: (mk.merge_lora, {"model": mk.add_lora(make_model(), 2)}),
+        lambda: (mk.save_lora, {"model": mk.add_lora(make_model(), 2), "directory": tempfile.mkdtemp(), "base": "x"}),
+        lambda: (quantized, {"model": make_model(), "bits": 4, "group_size": 32}),
+        lambda: (reported, {"model": make_model(), "ids_bs": torch.ones(1, 4, dtype=torch.int64)}),
+        lambda: (parked, {"key": "k", "state": made_state(), "n": 1, "new_key": "l", "versions": 2, "max_bytes": None}),
+        lambda: (continued, {"state": made_state(), "ids": [4]}),
+        lambda: (text_of, {"model": make_model(), "tokenizer": mk.load_tokenizer("bytes"), "prompt": "hi", **text}),
+        lambda: (text_of, {"model": make_model(), "tokenizer": mk.load_tokenizer("bytes"), "prompt": MESSAGES, **text}),
+        lambda: (spoken, {"text": "é", "ids": [72, 105], "messages": MESSAGES, "add_generation_prompt": True}),
+        lambda: (templated, {"template": TEMPLATE, "messages": MESSAGES, "tools": None, "named": {"bos_token": "x"}}),
+        lambda: (mk.load_tokenizer, {"path_or_hub_name": "bytes"}),
+        lambda: (prefixed, {"max_entries": 2, "max_bytes": 10**6, "ids": [1, 2, 3]}),
+        lambda: (decoded, {"model": make_model(), "ids_b": torch.tensor([1, 2]), "batch": 2}),
+        lambda: (chosen, {"logits_bw": None, **SAMPLING}),
+        lambda: (with_backend, {"name": "torch"}),
+        lambda: (grouped, {"module": make_model(), "weight_decay": 0.1, "muon": True, "hooks": True}),
+        lambda: (stacked, {"block": BLOCK, "n_layer": 2, "layers": None, "virtual": None, "multi_gate": None}),
+        lambda: (
+            modelled,
+            {"block": BLOCK, "n_layer": 2, "vocab_size": 20, "tie_embeddings": True, "pad_vocab_size_multiple": 8},
+        ),
+        lambda: (both_ways, {"block": BLOCK, "n_layer": 2, "virtual": None}),
+        lambda: (latent, {"block": BLOCK, "n_layer": 2, "d_input": 5, "d_output": 3, "stack_latents": ()}),
+        lambda: (gated, {"n_streams": 2}),
+        lambda: (mk.depth_aware_bias, {"n_mixing": 3, "n_streams": 2}),
+        lambda: (scheduled, {"schedule": mk.Cyclic(4)}),
+        lambda: (cyclic, {"n": 4}),
+        lambda: (custom, {"indices": (0, 1, 2, 1)}),
+        lambda: (explained, {"call": mk.Mamba2(BLOCK), "x": torch.randn(1, 3, 8)}),
+        lambda: (only_tensor, {"block": mk.Mamba2(BLOCK), "x_bsd": torch.randn(1, 3, 8)}),
+        lambda: (states_of, {"model": make_model(), "batch": 2}),
+        lambda: (mk.accelerate, {"model": torch.nn.Linear(2, 2)}),
+        lambda: (
+            Constraint,
+            {"wanted": {"regex": "[ab]+"}, "tokenizer": Bytes(), "vocab_size": VOCABULARY, "max_new_tokens": 4},
+        ),
+        lambda: (TrainSettings, training),
+        lambda: (mk.SsdPath, {"algorithm": "serial", "chunk_len": 8, "backend": "auto"}),
+        lambda: (Engine, {"model": make_model(), "max_rows": 2, "prefill_chunk": 3, "prefill_rows": 1}),
+    ]
+
+
+AROUND = around()
