@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mambakit.ops import few_rows
 from mambakit.ops.backends import asked
+from mambakit.ops.boundary import boundary, linked, pass_window
 from mambakit.ops.causal_conv import convolve_in_parts, correlate, last_inputs
 from mambakit.ops.norm import gated_rms_norm
 
@@ -153,11 +154,16 @@ def convolve_silu(
     lengths_b: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
     """`silu(conv(x))` cut into `widths`, and the window as `convolve` gives it."""
+    edge, entering_bvk, last_bvk = boundary(), window_bvk, None
+    if edge is not None:
+        entering_bvk, last_bvk = pass_window(edge, x_bsv, window_bvk, segments_bs, lengths_b)
     if is_plain(conv, CausalConv1d) and conv.is_depthwise:
-        tensors = (x_bsv, conv.weight.squeeze(1), conv.bias, window_bvk.to(x_bsv.dtype), segments_bs, lengths_b)
-        return convolve_in_parts(*tensors, widths, silu=True)
-    y_bsv, window_bvk = convolve(conv, x_bsv, window_bvk, segments_bs, lengths_b)
-    return list(F.silu(y_bsv).split(widths, dim=-1)), window_bvk
+        tensors = (x_bsv, conv.weight.squeeze(1), conv.bias, entering_bvk.to(x_bsv.dtype), segments_bs, lengths_b)
+        parts, window_bvk = convolve_in_parts(*tensors, widths, silu=True)
+    else:
+        y_bsv, window_bvk = convolve(conv, x_bsv, entering_bvk, segments_bs, lengths_b)
+        parts = list(F.silu(y_bsv).split(widths, dim=-1))
+    return (parts, window_bvk) if last_bvk is None else ([linked(part, entering_bvk) for part in parts], last_bvk)
 
 
 def is_plain(module: nn.Module, kind: type[Module]) -> TypeGuard[Module]:
