@@ -41,7 +41,7 @@ PROMPTS, BATCHES = (512, 2048), (1, 8, 16, 32, 64)
 
 def int8_task(size: int = 2048) -> tuple[Callable[[], Any], float]:
     left, right = (torch.randint(-127, 128, (size, size), dtype=torch.int8) for _ in range(2))
-    return lambda: torch._int_mm(left, right), 2.0 * size**3
+    return lambda: torch.ops.aten._int_mm(left, right), 2.0 * size**3
 
 
 def machine_tasks() -> dict[str, tuple[Callable[[], Any], float]]:
