@@ -137,6 +137,9 @@ def ranks(folder: Path) -> None:
         resumed(folder / "1", folder / f"1-then-2-{parallel}", parallel, 2, **exact)
         resumed(folder / "1-muon", folder / f"1-then-2-{parallel}-muon", parallel, 2, **muon)
     resumed(folder / "2-fsdp-muon", folder / "2-fsdp-then-2-ddp-muon", "ddp", 2, **muon)
+    spread(folder / "1-lora", "ddp", 1, lora=2, **exact)
+    for parallel in ("ddp", "fsdp"):
+        spread(folder / f"2-{parallel}-lora", parallel, 2, lora=2, **exact)
 
 
 def bad_steps(_: Path) -> None:

@@ -39,7 +39,7 @@ def test_every_verb_reads_it_with_the_same_bits(own, bits, capsys, monkeypatch):
     out = own.with_name("small")
     assert quantize(own, out, "--bits", bits, "--report", own.with_name("text.txt")) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert f"5 in {'int8' if bits == 8 else 'nf4'}: " in first
+    assert f"5 in {'int8' if bits == 8 else 'int4'}: " in first
     assert "MB on disk become" in first
     assert f"({len(TEXT):,} bytes)" in second
     want = mk.quantize(mk.load_model(own), bits)

@@ -102,7 +102,8 @@ def make_model(
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer += spread * torch.randn_like(buffer)
-    return model if bits == 32 else quantize(model, bits)
+    # Rows as they are: rounded ones in float64 and float32 are sometimes one step apart.
+    return model if bits == 32 else quantize(model, bits, activations="float32")
 
 
 def tensors_of(cache: Any) -> list[Tensor]:
@@ -263,7 +264,7 @@ def larger_model(name: str) -> LanguageModel:
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "attention"])
 def test_threads_and_repeats_change_nothing(name, bits):
-    model = larger_model(name) if bits == 32 else quantize(larger_model(name), bits)
+    model = larger_model(name) if bits == 32 else quantize(larger_model(name), bits, activations="float32")
     check_steps(model, rows=2, steps=2)
     with torch.no_grad():
         _, cache = model(torch.ones(2, 600 if name == "attention" else 1, dtype=torch.int64))
@@ -280,6 +281,58 @@ def test_threads_and_repeats_change_nothing(name, bits):
             assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "attention"])
+def test_any_number_of_rows(name, bits):
+    """A row's logits and states are those of the row alone, to the last digit, and near those of a step by modules."""
+    model = larger_model(name) if bits == 32 else quantize(larger_model(name), bits)
+    rows, tokens = 37, torch.arange(3 * 37).view(3, 37) % VOCABULARY
+    with torch.no_grad():
+        _, cache = model(torch.arange(4 * rows).view(rows, 4) % VOCABULARY)
+        decoder = make_decoder(model, "auto")
+        assert isinstance(decoder, Decoder)
+        decoder.load(cache)
+        together = [decoder.step(ids_b) for ids_b in tokens]
+        states = tensors_of(decoder.cache())
+        for row in (0, 17, 36):
+            decoder.load(caches.select(cache, [row]))
+            assert all(
+                torch.equal(decoder.step(ids_b[row : row + 1])[0], want[row])
+                for ids_b, want in zip(tokens, together, strict=True)
+            )
+            for own, all_rows in zip(tensors_of(decoder.cache()), states, strict=True):
+                assert torch.equal(own[0], all_rows[row])
+        by_modules = StepByStep(model, "auto")
+        by_modules.load(cache)
+        want = torch.stack([by_modules.step(ids_b) for ids_b in tokens])
+        off = (torch.stack(together) - want).norm() / want.norm()
+    assert off < {32: 1e-4}.get(bits, 2e-2)
+
+
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "attention"])
+def test_half_precision(name):
+    """As near to the same weights in float64 as a step by modules, with caches of the model's own dtypes."""
+    model = larger_model(name).to(torch.bfloat16)
+    wide, ids = copy.deepcopy(model).double(), torch.arange(2 * 9).view(2, 9) % VOCABULARY
+    with torch.no_grad():
+        cache = model(ids)[1]
+        decoders = [make_decoder(model, backend) for backend in ("auto", "torch")]
+        assert [type(decoder) for decoder in decoders] == [Decoder, StepByStep]
+        errors = []
+        want, _ = wide.step(ids[:, 0], caches.to(cache, dtype=torch.float64))
+        for decoder in decoders:
+            decoder.load(cache)
+            logits = decoder.step(ids[:, 0])
+            errors.append(float((logits.double() - want).norm() / want.norm()))
+            assert [t.dtype for t in tensors_of(decoder.cache())] == [t.dtype for t in tensors_of(cache)]
+        assert errors[0] <= 1.1 * errors[1], errors
+        decoders[0].load(cache)
+        before = decoders[0].step(ids[:, 0])
+        model.backbone.norm_f.weight *= 2  # seen from the next load on
+        decoders[0].load(cache)
+        assert error(decoders[0].step(ids[:, 0]), 2 * before) < 1e-2
 
 
 @pytest.mark.parametrize("isa", ["plain", "avx2"])

@@ -27,8 +27,8 @@ BLOCKS: dict[str, Any] = {
     "mamba2-groups": mk.Mamba2Config(d_model=64, d_inner=96, state_rank=16, per_head_dim=16, ngroups=2),
 }
 TEXT = "Hello, ünï 日本\n\n  x = 1\t{to be or not to be}"
-CLOSE = {"F32": 1e-3, "F16": 2e-2, "Q8_0": 0.3}
-"""How far llama.cpp's logits may be from the model's: below F32 it rounds what it multiplies, too."""
+KINDS = {"F32": 1e-3, "F16": 2e-3, "Q8_0": 5e-2}
+"""How far llama.cpp's logits may be from ours once both have rounded a number on the edge to different sides."""
 
 
 def make(name: str, **options: Any) -> mk.LanguageModel:
@@ -56,7 +56,7 @@ def test_comes_back(name, tied, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
-@pytest.mark.parametrize("kind", CLOSE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_package_reads_it(kind, tmp_path):
     """Names, shapes and types as llama.cpp's converter writes them."""
     model = make("mamba2-groups")
@@ -94,7 +94,21 @@ def vocabulary_of(folder: Path) -> tuple[Vocabulary, TokenizerFile]:
     return bpe_vocabulary(read_json(tokens.path), tokens.end), tokens
 
 
-@pytest.mark.parametrize("kind", CLOSE)
+def round_as_llama_cpp(model: mk.LanguageModel, kind: str) -> None:
+    """Below F32 it rounds what a matrix is multiplied by, too, each as the matrix is stored."""
+
+    def rounded(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        if kind == "Q8_0" and inputs[0].shape[-1] % 32 == 0:
+            found = gguf.quants.quantize(inputs[0].numpy(), gguf.GGMLQuantizationType.Q8_0)
+            return torch.tensor(gguf.quants.dequantize(found, gguf.GGMLQuantizationType.Q8_0))
+        return inputs[0].half().float()
+
+    for part in model.modules():
+        if kind != "F32" and isinstance(part, torch.nn.Linear):
+            part.register_forward_pre_hook(rounded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_llama_cpp_agrees(name, kind, tmp_path):
     """The same tokens of the text, and the same logits after every one of them."""
@@ -110,7 +124,13 @@ def test_llama_cpp_agrees(name, kind, tmp_path):
         llama.eval(ids)
         got = torch.tensor(llama.scores[: len(ids)])
         llama.close()
-        assert (got - logits(model, ids)).abs().max() < CLOSE[kind]
+        same = mk.load_model(path)
+        round_as_llama_cpp(same, kind)
+        away_s = (got - logits(same, ids)).abs().amax(-1)
+        assert away_s.median() < 1e-3
+        assert away_s.max() < KINDS[kind]
+        if kind == "F32":
+            assert (got - logits(model, ids)).abs().max() < 1e-3
 
 
 def test_llama_cpp_reads_a_model_without_tokenizer(tmp_path):

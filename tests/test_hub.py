@@ -113,7 +113,7 @@ def test_quantized_models_are_published_too(hub, run, tmp_path):
     assert main(["quantize", str(run), str(tmp_path / "small"), "--bits=4", "--json"]) == 0
     mk.push_to_hub(tmp_path / "small", NAME, run=run, base_model="someone/large")
     head = head_of(files_of(hub)["README.md"].decode())
-    assert (head["base_model"], head["tags"]) == ("someone/large", ["mambakit", "mamba-3", "nf4"])
+    assert (head["base_model"], head["tags"]) == ("someone/large", ["mambakit", "mamba-3", "int4"])
     assert same(mk.from_pretrained(NAME), mk.load_model(tmp_path / "small"))
 
 

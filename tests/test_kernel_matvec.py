@@ -1,4 +1,4 @@
-"""The decoding products in every weight format: against float64, in every instruction set, whatever the batch."""
+"""The products in every weight format: against float64 and exact sums, in every instruction set, whatever the batch."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 
 from compare import error
 from mambakit.blocks.modules import Linear
-from mambakit.kernels.cpu.library import library, why_missing
-from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear
+from mambakit.kernels.cpu.library import EXTENSIONS, INSTRUCTION_SETS, library, why_missing
+from mambakit.models.quantized_linear import LEVELS, NF4, Bfloat16Linear, Int4Linear, Int8Linear, IntegerInt4Linear
 from mambakit.ops import few_rows as matvec
 from mambakit.ops.backends import use_backend
 
@@ -23,7 +23,11 @@ FORMATS = {
     "int8": lambda linear: Int8Linear(linear).stored(),
     "nf4": lambda linear: Int4Linear(linear, 32).stored(),
     "nf4-64": lambda linear: Int4Linear(linear, 64).stored(),
+    "bfloat16-narrow": lambda linear: Bfloat16Linear(linear, "bfloat16").stored(),
+    "int8-narrow": lambda linear: Int8Linear(linear, "int8").stored(),
+    "int4-narrow": lambda linear: IntegerInt4Linear(linear).stored(),
 }
+NARROW = [name for name in FORMATS if name.endswith("narrow")]
 # Rows and columns that are multiples of nothing, below a vector, a group and a cache line, and as models have them.
 SHAPES = [(1, 1), (3, 5), (7, 31), (9, 32), (17, 33), (13, 100), (40, 64), (5, 129), (67, 257), (8, 768)]
 
@@ -37,21 +41,44 @@ def make_linear(rows: int, columns: int, bias: bool = True) -> Linear:
 
 def decoded(weights: matvec.Weights) -> Tensor:
     """The weight in float64, from its stored form alone."""
-    if weights.format in (matvec.FLOAT32, matvec.BFLOAT16):
+    if weights.scales is None:
         return weights.weight.detach().double()
-    assert weights.scales is not None
-    if weights.format == matvec.INT8:
+    if weights.format in (matvec.INT8, matvec.INT8_NARROW):
         return weights.weight.double() * weights.scales.double()[:, None]
-    from mambakit.models.quantized_linear import NF4
-
+    if weights.format == matvec.INT4_NARROW:
+        return decoded_int4(weights)
     rows, half = len(weights.weight), weights.group // 2
     codes = weights.weight.view(rows, -1, half)
     values = torch.tensor(NF4).double()[torch.cat([codes & 15, codes >> 4], -1).long()]
     return (values * weights.scales.double()[..., None]).flatten(1)[:, : weights.columns]
 
 
+def decoded_int4(weights: matvec.Weights) -> Tensor:
+    """Weight by weight."""
+    assert weights.scales is not None
+    groups, found = -(-weights.columns // 64) * 2, []
+    for row, scale in zip(weights.weight.tolist(), weights.scales.double().tolist(), strict=True):
+        values = []
+        for i in range(weights.columns):
+            byte = row[i // 32 * 16 + i % 16]
+            level, of_group = LEVELS[byte >> 4 if i % 32 >= 16 else byte & 15], row[16 * groups + i // 32]
+            values.append(scale * round(level * of_group / 255))
+        found.append(values)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def rounded(x: Tensor, format: int) -> Tensor:
+    """What a product reads of float32 rows, in float64."""
+    if format == matvec.BFLOAT16_NARROW:
+        return x.bfloat16().double()
+    if format in matvec.NARROW:
+        most = x.abs().amax(-1, keepdim=True)
+        return (x * (127 / most)).round().double() * most.double() / 127
+    return x.double()
+
+
 def product(x: Tensor, weights: matvec.Weights) -> Tensor:
-    y = x.double() @ decoded(weights).T
+    y = rounded(x, weights.format) @ decoded(weights).T
     return y if weights.bias is None else y + weights.bias.detach().double()
 
 
@@ -69,6 +96,45 @@ def test_products(name, shape):
                 assert torch.equal(matvec.multiply(x[:batch], weights), together[:batch]), batch
 
 
+@pytest.mark.parametrize("name", NARROW)
+def test_products_with_many_rows(name):
+    """As many as prompts have. Sums of integers are to the last digit those of each row alone."""
+    with torch.no_grad():
+        for rows, columns in ((39, 100), (18, 257)):
+            weights, x = FORMATS[name](make_linear(rows, columns)), torch.randn(530, columns)
+            together = matvec.multiply(x, weights)
+            assert error(together, product(x, weights), floor=1e-3) < 1e-6
+            for first, last in ((0, 1), (255, 258), (17, 90), (511, 530)):
+                alone = matvec.multiply(x[first:last], weights)
+                assert error(alone, together[first:last], floor=1e-3) < (1e-6 if name == "bfloat16-narrow" else 1e-30)
+
+
+@pytest.mark.parametrize("name", ["int8-narrow", "int4-narrow"])
+def test_sums_of_integers_are_exact(name):
+    """The largest there are, in both directions: nothing saturates."""
+    linear = make_linear(6, 700, bias=False)
+    with torch.no_grad():
+        linear.weight.fill_(1.0)
+        linear.weight[1::2] *= -1
+        weights, signs = FORMATS[name](linear), torch.tensor([1.0, -1.0]).repeat(350)
+        for x in (torch.ones(700), -torch.ones(700), signs, -signs):
+            got = matvec.multiply(x.expand(5, -1), weights)
+            assert torch.equal(got, (x.sum() * linear.weight[:, 0]).expand(5, -1))
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_rows_that_are_no_numbers(name):
+    with torch.no_grad():
+        weights, x = FORMATS[name](make_linear(5, 40, bias=False)), torch.randn(5, 40)
+        x[0], x[1, 3], x[2, 39], x[4] = 0.0, torch.nan, torch.inf, 1e-38
+        y = matvec.multiply(x, weights)
+        assert torch.equal(y[0], torch.zeros(5))
+        assert y[1].isnan().all()
+        assert not y[2].isfinite().any()
+        assert torch.equal(y[3:4], matvec.multiply(x[3:4], weights))
+        assert y[4].abs().max() < 1e-34
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_threads_and_repeats_change_nothing(name):
     with torch.no_grad():
@@ -81,14 +147,25 @@ def test_threads_and_repeats_change_nothing(name):
             torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
-def test_every_instruction_set(isa):
-    if isa not in library().usable:
-        pytest.skip(f"this machine has no {isa}")
-    if library().instruction_set == isa:
+@pytest.mark.parametrize("extension", EXTENSIONS)
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_every_instruction_set(isa, extension):
+    if isa not in library().usable or EXTENSIONS.index(extension) > library()._ask("extension_of", isa):
+        pytest.skip(f"this machine has no {isa} with {extension}")
+    if (library().instruction_set, library().extension) == (isa, extension):
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "products or threads"]
-    environment = {**os.environ, "MAMBAKIT_ISA": isa, "PYTEST_ADDOPTS": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "products or threads or sums",
+    ]
+    environment = {**os.environ, "MAMBAKIT_ISA": isa, "MAMBAKIT_EXTENSION": extension, "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
 
@@ -121,6 +198,7 @@ def test_what_the_kernels_leave_to_torch():
     with torch.no_grad():
         assert matvec.multiply(x, weights) is not None
         assert matvec.multiply(torch.randn(17, 40), weights) is None
+        assert matvec.multiply(torch.randn(17, 40), Int8Linear(linear, "int8").stored()) is not None
         assert matvec.multiply(x[:0], weights) is None
         assert matvec.multiply(x.double(), weights) is None
         assert matvec.multiply(x, weights._replace(weight=linear.weight.T.contiguous().T)) is None

@@ -30,10 +30,25 @@ from mambakit import (
     save_model,
 )
 from mambakit.models.quantization import bits_per_token, quantization_report, quantize, weight_bytes
-from mambakit.models.quantized_linear import NF4, STRETCHES, Bfloat16Linear, Int4Linear, Int8Linear, QuantizedLinear
+from mambakit.models.quantized_linear import (
+    LEVELS,
+    NF4,
+    STRETCHES,
+    Bfloat16Linear,
+    Int4Linear,
+    Int8Linear,
+    IntegerInt4Linear,
+    QuantizedLinear,
+    rounded_input,
+)
 
 FAMILIES = ("mamba1", "mamba1-bare", "mamba2", "mamba3", "mamba3-mimo")
 MAKERS = {"bfloat16": Bfloat16Linear, "int8": Int8Linear, "int4": lambda linear: Int4Linear(linear, 32)}
+NARROW = {
+    "bfloat16": lambda linear: Bfloat16Linear(linear, "bfloat16"),
+    "int8": lambda linear: Int8Linear(linear, "int8"),
+    "int4": IntegerInt4Linear,
+}
 SHAPES = [(5, 64), (3, 50), (7, 32), (2, 1)]
 
 
@@ -93,6 +108,60 @@ def test_int4_against_a_loop(rows, width, group_size):
     assert (got.weight_int4.dtype, got.scales.dtype) == (torch.uint8, torch.bfloat16)
     for o, row in enumerate(linear.weight.tolist()):
         assert got.weight[o].tolist() == pytest.approx(int4_oracle(row, group_size), rel=1e-5, abs=0)
+
+
+def integer_int4_oracle(row: list[float]) -> list[float]:
+    """One row, quantized and back, group by group and weight by weight."""
+    scale, result = max(map(abs, row)) / 127, []
+    for start in range(0, len(row), 32):
+        group = [w / scale if scale else 0.0 for w in row[start : start + 32]]
+        tries = []
+        for stretch in STRETCHES:
+            part = min(255, round(255 / 127 * stretch * max(map(abs, group))))
+            values = [
+                min((round(level * part / 255) for level in LEVELS), key=lambda v, w=w: abs(v - w)) for w in group
+            ]
+            tries.append((sum((v - w) ** 2 for v, w in zip(values, group, strict=True)), values))
+        result += [scale * value for value in min(tries, key=lambda tried: tried[0])[1]]
+    return result
+
+
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_integer_int4_against_a_loop(rows, width):
+    linear = make_linear(rows, width)
+    got = IntegerInt4Linear(linear)
+    groups = -(-width // 64) * 2
+    assert got.weight_int4.shape == (rows, 17 * groups)
+    assert (got.weight_int4.dtype, got.scales.dtype) == (torch.uint8, torch.float32)
+    for o, row in enumerate(linear.weight.tolist()):
+        want, found = integer_int4_oracle(row), got.weight[o].tolist()
+        # Of two values that are equally near, either one.
+        assert sum((w - v) ** 2 for w, v in zip(row, found, strict=True)) == pytest.approx(
+            sum((w - v) ** 2 for w, v in zip(row, want, strict=True)), rel=1e-4, abs=1e-12
+        )
+
+
+def test_integer_int4_is_as_good_as_nf4():
+    gaussian = gaussian_linear()
+    assert relative_error(IntegerInt4Linear(gaussian), gaussian) < 0.083
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rounded_rows(name, dtype):
+    """With gradients, which pass as if nothing were rounded, and without, by a kernel where there is one."""
+    got = NARROW[name](make_linear(7, 50))
+    x = torch.randn(2, 3, 50).to(dtype).requires_grad_()
+    wide = x.detach().to(torch.promote_types(dtype, torch.float32))
+    near = rounded_input(wide, got.activations).double()
+    assert (near - wide).abs().max() / wide.abs().max() < 1 / 250
+    want = F.linear(near, got.weight.double(), None if got.bias is None else got.bias.double())
+    y = got(x)
+    (slope,) = torch.autograd.grad(y.double().sum(), x)
+    slopes = got.weight.double().sum(0).expand(2, 3, -1)
+    with torch.no_grad():
+        results = {"y": y, "d x": slope, "without gradients": got(x)}
+    check(1e-2 if dtype == torch.bfloat16 else 1e-6, results, {"y": want, "d x": slopes, "without gradients": want})
 
 
 def test_int4_error_is_bounded():
@@ -172,7 +241,7 @@ def test_moved_to_another_dtype(make):
 def test_models(name, bits):
     model, ids = make_model(name), torch.randint(50, (2, 20))
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    quantized = quantize(model, bits)
+    quantized = quantize(model, bits, activations="float32")
     replaced = {key for key, module in quantized.named_modules() if isinstance(module, QuantizedLinear)}
     kinds = {key.rpartition(".")[2] for key in replaced}
     assert kinds == {"in_proj", "out_proj", "fc1", "fc2", "lm_head"} | ({"x_proj"} if "mamba1" in name else set())
@@ -193,7 +262,13 @@ def test_models(name, bits):
         want, got = decoded(ids)[0], quantized(ids)[0]
         assert torch.allclose(got, want, rtol=1e-3, atol=1e-3)
         apart = float((got - model(ids)[0]).norm() / got.norm())
+        rounded = quantize(model, bits)
+        rounded_apart = float((rounded(ids)[0] - model(ids)[0]).norm() / got.norm())
     assert 1e-6 < apart < {16: 0.1, 8: 0.1, 4: 0.6}[bits]
+    assert {own.activations for own in rounded.modules() if isinstance(own, QuantizedLinear)} == {
+        "bfloat16" if bits == 16 else "int8"
+    }
+    assert 1e-6 < rounded_apart < {16: 0.1, 8: 0.15, 4: 0.6}[bits]
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -294,7 +369,7 @@ def test_experts_are_their_decoded_matrices(bits, tokens):
     """Each expert's rows with that expert's matrix, by the kernel for few rows and without it."""
     torch.manual_seed(0)
     block = MoE(MoEConfig(40, 24, 5, 2, d_latent=36)).eval()
-    quantized = quantize(block, bits)
+    quantized = quantize(block, bits, activations="float32")
     decoded = copy.deepcopy(block)
     with torch.no_grad():
         for name in ("latent_in", "latent_out"):
@@ -326,10 +401,11 @@ def made(name: str) -> LanguageModel:
     return LanguageModel(MIXED) if name == "hybrid" else make_model(name)
 
 
+@pytest.mark.parametrize("activations", [None, "float32"])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("name", [*FAMILIES, "hybrid"])
-def test_a_checkpoint_has_the_same_bits(name, bits, tmp_path):
-    quantized = quantize(made(name), bits)
+def test_a_checkpoint_has_the_same_bits(name, bits, activations, tmp_path):
+    quantized = quantize(made(name), bits, activations=activations)
     save_model(quantized, tmp_path / "model")
     again = load_model(tmp_path / "model")
     assert again.config == quantized.config
@@ -344,9 +420,36 @@ def test_a_checkpoint_has_the_same_bits(name, bits, tmp_path):
     prompts = [[1, 2, 3], [4]]
     assert torch.equal(*(generate(m, prompts, max_new_tokens=9, seed=1) for m in (again, quantized)))
     described = json.loads((tmp_path / "model" / "config.json").read_text())["quantization"]
-    assert described["lm_head"] == {16: {"format": "bfloat16"}, 8: {"format": "int8"}}.get(
-        bits, {"format": "nf4", "group_size": 32}
-    )
+    plain = {16: {"format": "bfloat16"}, 8: {"format": "int8"}, 4: {"format": "nf4", "group_size": 32}}
+    rounded = {16: {"activations": "bfloat16"}, 8: {"activations": "int8"}, 4: {}}
+    narrow = {4: {"format": "int4"}}.get(bits, plain[bits]) | rounded[bits]
+    assert described["lm_head"] == (plain[bits] if activations else narrow)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_in_place(bits):
+    model, again = make_model("mamba1"), make_model("mamba1")
+    want, got = quantize(model, bits).state_dict(), quantize(again, bits, in_place=True)
+    assert got is again
+    assert want.keys() == got.state_dict().keys()
+    assert all(torch.equal(tensor, want[key]) for key, tensor in got.state_dict().items())
+
+
+def test_choices():
+    model = make_model("mamba2")
+    mixed = quantize(model, 4, head_bits=8)
+    assert isinstance(mixed.lm_head, Int8Linear)
+    assert isinstance(mixed.backbone.layers[0].mixer.in_proj, IntegerInt4Linear)  # type: ignore[union-attr]
+    grouped = quantize(model, 4, group_size=64)
+    assert isinstance(grouped.lm_head, Int4Linear), "groups of another size have rows as they are"
+    for arguments, message in (
+        ({"bits": 8, "activations": "bfloat16"}, "expected 'float32' or 'int8' for 8 bits"),
+        ({"bits": 16, "activations": "int8"}, "expected 'float32' or 'bfloat16' for 16 bits"),
+        ({"bits": 4, "activations": "int8", "group_size": 64}, "group_size is 64, expected 32"),
+        ({"bits": 4, "head_bits": 5}, "head_bits is 5, expected 16, 8 or 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantize(model, **arguments)
 
 
 def test_checkpoints_of_other_dtypes(tmp_path):

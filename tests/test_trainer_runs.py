@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import mambakit as mk
+from mambakit.checkpoints.adapters import WEIGHTS
 from trainer_cases import losses
 
 HERE = Path(__file__).parent
@@ -81,6 +83,18 @@ def test_ranks_give_the_losses_of_one_process_with_muon(ranks, run):
 def test_ranks_save_the_model_of_one_process(ranks, run):
     expected = mk.load_model(ranks / "1" / "model").state_dict()
     found = mk.load_model(ranks / run / "model").state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_train_the_adapters_of_one_process(ranks, parallel):
+    """The same losses and the same adapters saved, in float64."""
+    run = ranks / f"2-{parallel}-lora"
+    assert losses(run) == pytest.approx(losses(ranks / "1-lora"), abs=1e-9)
+    assert losses(run) != losses(ranks / f"2-{parallel}")
+    found, expected = (load_file(folder / "adapter" / WEIGHTS) for folder in (run, ranks / "1-lora"))
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-7, rtol=0)

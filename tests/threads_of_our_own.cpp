@@ -3,6 +3,7 @@
 #include <vector>
 
 #define MK_ISA library
+#include "extension.h"
 #include "threads.h"
 
 static const int64_t THREADS = 4;
@@ -20,7 +21,11 @@ static int32_t get_num_threads(uint32_t* count) {
     return 0;
 }
 
+int32_t mk_extension_in_use = MK_NO_EXTENSION;
 mk_parallel_for mk_torch_parallel_for = parallel_for;
 mk_get_num_threads mk_torch_get_num_threads = get_num_threads;
 
 extern "C" __attribute__((visibility("default"))) void mk_set_threads(void*, void*) {}
+extern "C" __attribute__((visibility("default"))) void mk_set_extension(int64_t extension) {
+    mk_extension_in_use = (int32_t)extension;
+}

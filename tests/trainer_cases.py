@@ -27,12 +27,18 @@ def make_model(dtype: torch.dtype = torch.float32) -> mk.LanguageModel:
     return mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=257), dtype=dtype)
 
 
-def make_trainer(ranks: Ranks | None = None, dtype: torch.dtype = torch.float32, **changed) -> Trainer:
+def make_trainer(
+    ranks: Ranks | None = None, dtype: torch.dtype = torch.float32, lora: int | None = None, **changed
+) -> Trainer:
     settings = TrainSettings(**{**TINY, **changed})
     tokens, documents = Bytes(), make_documents()
     encoded = encode(documents, tokens)
     held_out = HeldOut(encoded[:3], [len(document.content) for document in documents[:3]])
-    return Trainer(make_model(dtype), settings, Rows(encoded, tokens.end, settings), held_out, ranks)
+    model = make_model(dtype)
+    if lora is not None:
+        torch.manual_seed(1)
+        mk.add_lora(model, lora)
+    return Trainer(model, settings, Rows(encoded, tokens.end, settings), held_out, ranks)
 
 
 def make_tokenizer(folder: Path) -> Path:

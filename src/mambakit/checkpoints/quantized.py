@@ -1,6 +1,8 @@
 """Quantized models in files of our own format: `config.json` names each matrix with its format.
 
 "quantization": {"lm_head": {"format": "int8"}, "backbone.layers.0.mixer.in_proj": {"format": "nf4", "group_size": 32}}
+
+`"activations"` says what inputs are rounded to before they are multiplied; without it they are not, but for "int4".
 """
 
 from collections.abc import Mapping
@@ -9,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mambakit.checkpoints.fields import shown
-from mambakit.models.quantization import BITS, make_quantized, matrices_of, put_in, quantized_in
+from mambakit.models.quantization import FORMATS, make_quantized, matrices_of, put_in, quantized_in
 
 FIELD = "quantization"
 Formats = Mapping[str, Mapping[str, Any]]
@@ -28,18 +30,26 @@ def read_formats(values: Any) -> Formats:
         raise ValueError(f"{FIELD} = {shown(values)}, expected names of matrices with their formats")
     wrong = [f"{shown(name)}: {shown(given)}" for name, given in values.items() if not _is_format(given)]
     if wrong:
-        known = ", ".join(BITS.values())
-        raise ValueError(f"{FIELD} has {'; '.join(wrong[:20])}, expected a format of {known}, and group_size for nf4")
+        known = ", ".join(FORMATS)
+        raise ValueError(
+            f"{FIELD} has {'; '.join(wrong[:20])}, expected a format of {known}, and group_size for nf4, "
+            "or activations, bfloat16 for bfloat16 and int8 for int8"
+        )
     return values
 
 
 def _is_format(given: Any) -> bool:
-    if not isinstance(given, dict) or given.get("format") not in list(BITS.values()):
+    if not isinstance(given, dict) or given.get("format") not in list(FORMATS):
         return False
-    if given["format"] != "nf4":
-        return given.keys() == {"format"}
-    size = given.get("group_size")
-    return given.keys() == {"format", "group_size"} and type(size) is int and 0 < size <= MAX_GROUP and size % 2 == 0
+    format = given["format"]
+    if format == "nf4":
+        size = given.get("group_size")
+        return (
+            given.keys() == {"format", "group_size"} and type(size) is int and 0 < size <= MAX_GROUP and size % 2 == 0
+        )
+    if format in ("bfloat16", "int8") and "activations" in given:
+        return given.keys() == {"format", "activations"} and given["activations"] == format
+    return given.keys() == {"format"}
 
 
 def stand_in(model: nn.Module, formats: Formats) -> None:
@@ -51,7 +61,10 @@ def stand_in(model: nn.Module, formats: Formats) -> None:
     if unknown:
         told = ", ".join(map(shown, unknown[:20]))
         raise ValueError(f"{FIELD} names matrices that the model does not have, or that stay as they are: {told}")
-    made = {n: make_quantized(found[n], given["format"], given.get("group_size")) for n, given in formats.items()}
+    made = {
+        n: make_quantized(found[n], given["format"], given.get("group_size"), given.get("activations", "float32"))
+        for n, given in formats.items()
+    }
     put_in(model, made)
 
 

@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Not `choices`, whose message is the usage and more: what else is given is refused in one line.
     parser.add_argument("--bits", type=int, required=True, help="8 or 4, or 16 for bfloat16")
     parser.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale at 4 bits; default: 32")
+    parser.add_argument("--activations", metavar="TYPE", help="float32, or int8 (bfloat16 at 16 bits), the default")
+    parser.add_argument("--head-bits", type=int, metavar="N", help="of the output head; default: those of --bits")
     parser.add_argument("--report", metavar="TEXT", help="compare bits per byte of this file before and after")
     parser.add_argument("--tokenizer", metavar="FILE", help='for --report; default: the model\'s own, or "bytes"')
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -34,7 +36,9 @@ def run(args: argparse.Namespace) -> None:
     source = find_directory(model_folder(args.model))
     measured = None if args.report is None else Text(args.report, source, args.tokenizer)
     model = load_model(source)
-    small = quantize(model, args.bits, args.group_size)
+    unrounded = None if measured is None else measured.bits_per_byte(model)
+    kinds = {"activations": args.activations, "head_bits": args.head_bits}
+    small = quantize(model, args.bits, args.group_size, **kinds, in_place=True)
     save_model(small, target)
     copy_description(source, target)
     matrices = Counter(module.format for module in quantized_in(small).values())
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     found |= {"bytes": before, "bytes_quantized": after}
     if measured is not None:
         # What is on the disk, not what is in memory.
-        found["bits_per_byte"] = measured.bits_per_byte(model)
+        found["bits_per_byte"] = unrounded
         found["bits_per_byte_quantized"] = measured.bits_per_byte(load_model(target))
     if args.json:
         print(json.dumps(found))

@@ -30,6 +30,8 @@ FORGOTTEN = 64
 """Calls after which a time is no longer known."""
 RECENT = 5
 """Calls of a length by whose median it is known."""
+SELDOM = 32
+"""Steps between guesses that are made only to learn from."""
 FIRST_STEPS = 3
 """Steps before the first guess: the very first takes longer than others."""
 
@@ -113,6 +115,7 @@ class Speculation:
             length = self._choose_length()
             self._guess = self._source.guess(length - 1) if length > 1 else []
             logits_1w = self._read(tokens[-1])
+        self._steps = 0 if self._guess else self._steps + 1
         self._count(self._clock() - begun, length)
         return logits_1w
 
@@ -121,6 +124,8 @@ class Speculation:
         self._ids, self._source, self._told = ids, self._read_prompt(ids), 0
         self._spent, self._lost = self._seconds, 0.0
         """Seconds: in all, and of those lost by guessing."""
+        self._steps = 0
+        """Since there was a guess."""
         self._decoder.expect(LENGTHS[-1])
         self._forget()
 
@@ -160,7 +165,7 @@ class Speculation:
             if number in LENGTHS and tokens / self._times.of(number) > per_second and self._times.may_try(number):
                 best, per_second = number, tokens / self._times.of(number)
         may_lose = MOST_LOST
-        if best == 1 and not self._source.learns:
+        if best == 1 and not self._source.learns and self._steps >= SELDOM:
             # Trying is how it learns, and half of what may be lost is for that.
             best, may_lose = LENGTHS[0], MOST_LOST / 2
         may = self._lost + self._times.of(best) - step <= may_lose * self._spent

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from mambakit.arguments import check_kind, shown
 from mambakit.blocks.modules import Linear
-from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear, QuantizedLinear
+from mambakit.models.quantized_linear import (
+    Bfloat16Linear,
+    Int4Linear,
+    Int8Linear,
+    IntegerInt4Linear,
+    QuantizedLinear,
+)
+from mambakit.ops import few_rows
 from mambakit.ops.shapes import check_readable
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,49 +29,98 @@ PROJECTIONS = ("in_proj", "out_proj", "x_proj", "fc1", "fc2", "latent_in", "late
 """
 
 
-def quantize(model: Model, bits: int = 8, group_size: int | None = None) -> Model:
-    """A copy of `model` whose projections are `Bfloat16Linear`, `Int8Linear` or `Int4Linear`; it itself stays as it is.
+def quantize(
+    model: Model,
+    bits: int = 8,
+    group_size: int | None = None,
+    *,
+    activations: str | None = None,
+    head_bits: int | None = None,
+    in_place: bool = False,
+) -> Model:
+    """A copy of `model` whose projections have weights of 16, 8 or 4 bits; it itself stays as it is.
+
+    With `in_place` it does not: its projections are replaced one after the other, and there is never a second copy.
 
     Quantized are the `nn.Linear` modules named in `PROJECTIONS` and the experts of mixtures. A head tied to the
-    embedding becomes one of its own and the embedding stays. `group_size` is for 4 bits, 32 if not given. `save_model`
-    writes such a model and `load_model` reads it, with the same bits.
+    embedding becomes one of its own, of `head_bits` if given, and the embedding stays.
+
+    `activations` says what weights are multiplied with: rows as they are, `"float32"`, or rounded like the weights,
+    which is several times as fast for prompts and batches: `"bfloat16"` for 16 bits, `"int8"` with a scale for each row
+    for 8 and 4. That is the default, as it costs next to nothing in loss; see docs/quantization.md. `group_size` is for
+    4 bits, 32 if not given; another one needs `activations="float32"`, and implies it. `save_model` writes such a model
+    and `load_model` reads it, with the same bits.
 
     Examples:
         >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
         >>> model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=2, vocab_size=256))
-        >>> small = mk.quantize(model, bits=4, group_size=32)
+        >>> small = mk.quantize(model, bits=4, head_bits=8)
     """
     check_kind("model", model, nn.Module, "a model")
-    if type(bits) is not int or bits not in BITS:
-        raise ValueError(f"bits is {shown(bits)}, expected 16, 8 or 4")
+    for name, given in (("bits", bits), ("head_bits", head_bits)):
+        if (type(given) is not int or given not in NARROW) and (name, given) != ("head_bits", None):
+            raise ValueError(f"{name} is {shown(given)}, expected 16, 8 or 4")
     if bits != 4 and group_size is not None:
         others = {8: "8 bits have one scale per row", 16: "16 bits have no scales"}
         raise ValueError(f"group_size = {shown(group_size)} is for 4 bits; {others[bits]}")
+    if group_size is not None:
+        check_group(group_size)
+        if group_size != few_rows.GROUP:
+            activations = activations or "float32"
+    if activations is not None and (type(activations) is not str or activations not in ("float32", NARROW[bits])):
+        given = shown(activations)
+        raise ValueError(f"activations is {given}, expected 'float32' or {NARROW[bits]!r} for {bits} bits")
     found = matrices_of(model)
     broken = [name for name, matrix in found.items() if not matrix.weight.isfinite().all()]
     if broken:
         raise ValueError(f"weights with a NaN or an infinity: {', '.join(broken)}")
-    replaced = {name: make_quantized(matrix, BITS[bits], group_size) for name, matrix in found.items()}
-    # deepcopy takes what it finds under an object's id for that object's copy.
+    replaced: dict[str, QuantizedLinear] = {}
     originals = {name: attribute(model, name) for name in found}
+    for name in list(found):
+        matrix = found.pop(name)
+        own = head_bits if head_bits is not None and name.rpartition(".")[2] == "lm_head" else bits
+        rows = activations if activations == "float32" else NARROW[own]
+        replaced[name] = make_quantized(matrix, format_of(own, rows), group_size if own == bits else None, rows)
+        if in_place:
+            put_in(model, {name: replaced[name]})
+            del originals[name]
+    if in_place:
+        return model
+    # deepcopy takes what it finds under an object's id for that object's copy.
     copied = copy.deepcopy(model, {id(originals[name]): new for name, new in replaced.items()})
     put_in(copied, replaced)
     return copied
 
 
-BITS = {16: "bfloat16", 8: "int8", 4: "nf4"}
+NARROW = {16: "bfloat16", 8: "int8", 4: "int8"}
+"""What rows are rounded to beside weights of so many bits."""
+FORMATS = ("bfloat16", "int8", "nf4", "int4")
 MAX_GROUP = 1 << 20
 """Rows are filled up to whole groups."""
 
 
-def make_quantized(linear: nn.Linear, format: str, group_size: int | None = None) -> QuantizedLinear:
+def check_group(size: int) -> None:
+    if type(size) is not int or not 2 <= size <= MAX_GROUP or size % 2:
+        raise ValueError(f"group_size is {shown(size)}, expected a positive even number, at most {MAX_GROUP}")
+
+
+def format_of(bits: int, activations: str) -> str:
+    return {16: "bfloat16", 8: "int8", 4: "nf4" if activations == "float32" else "int4"}[bits]
+
+
+def make_quantized(
+    linear: nn.Linear, format: str, group_size: int | None = None, activations: str = "float32"
+) -> QuantizedLinear:
     """What stands in for `linear`, which may be on the meta device. `group_size` is for `"nf4"`."""
     if format == "nf4":
         group_size = 32 if group_size is None else group_size
-        if type(group_size) is not int or not 2 <= group_size <= MAX_GROUP or group_size % 2:
-            raise ValueError(f"group_size is {shown(group_size)}, expected a positive even number, at most {MAX_GROUP}")
-        return Int4Linear(linear, group_size)
-    return {"bfloat16": Bfloat16Linear, "int8": Int8Linear}[format](linear)
+        check_group(group_size)
+        return Int4Linear(linear, group_size, activations)
+    if format == "int4":
+        if group_size is not None and group_size != few_rows.GROUP:
+            raise ValueError(f"group_size is {shown(group_size)}, expected 32; others need activations='float32'")
+        return IntegerInt4Linear(linear)
+    return {"bfloat16": Bfloat16Linear, "int8": Int8Linear}[format](linear, activations)
 
 
 def put_in(model: nn.Module, made: Mapping[str, QuantizedLinear]) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,13 +19,44 @@ NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.722
 STRETCHES = (1.0, 0.76, 0.82, 0.88, 0.94, 1.06, 1.12)
 # Weights decoded at a time: enough to keep the bookkeeping small, few enough to stay in the processor's cache.
 BLOCK = 1 << 19
+# Rows that are quantized at a time: what that takes beside the result is small.
+ROWS = 2048
+LEVELS = tuple(round(127 * value) for value in NF4)
+"""The values of NF4 as integers."""
+SMALLEST = 1e-36
+"""The largest number of a row below this is no number to divide by."""
+
+
+def int4_values(device: torch.device) -> Tensor:
+    """`values[scale, code]`: LEVELS[code] scale / 255, rounded, which is never halfway between two integers."""
+    levels = torch.tensor(LEVELS, device=device)
+    size = (2 * levels.abs() * torch.arange(256, device=device)[:, None] + 255) // 510
+    return (size * levels.sign()).to(torch.int8)
+
+
+def rounded_input(x: Tensor, activations: str) -> Tensor:
+    """`x` as the products read it: as it is, in bfloat16, or as 255 integers times a scale of each row.
+
+    Gradients pass as if nothing were rounded.
+    """
+    if activations == "float32":
+        return x
+    if activations == "bfloat16":
+        near = x.detach().bfloat16().to(x.dtype)
+    else:
+        most = x.detach().abs().amax(-1, keepdim=True)
+        by = torch.where(most > SMALLEST, 127 / most, 0)
+        # Not 0 times infinity: what is no number makes the whole row so.
+        near = (x.detach() * by).round() * torch.where(most.isfinite(), most / 127, torch.nan)
+    return near + (x - x.detach()) if x.requires_grad else near
 
 
 class QuantizedLinear(nn.Module, ABC):
     """What stands in for an `nn.Linear`; its weights are decoded a block of rows at a time, whenever it is called.
 
-    The few rows of a decoding step are multiplied by a kernel where there is one, which decodes as it reads. Products
-    are computed in at least float32 and returned in the dtype of the input, through which gradients flow.
+    Rows are multiplied by a kernel where there is one, which decodes as it reads: those of a decoding step, and any
+    number of them where `activations` says that they are rounded like the weights. Sums are in at least float32, and
+    returned in the dtype of the input, through which gradients flow.
 
     It stands in for matrices stacked in one parameter too, whose rows it has one after the other: `counts_e` then says
     how many rows of the input each of them gets, as in `grouped_product`.
@@ -34,9 +66,17 @@ class QuantizedLinear(nn.Module, ABC):
     """Its name in files."""
     tensors: tuple[str, ...]
     """What it holds beside the bias. These keep their dtypes, whatever the model's is."""
+    choices: tuple[str, ...]
+    """What `activations` may be."""
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, activations: str):
         super().__init__()
+        if activations not in self.choices:
+            raise ValueError(f"activations is {activations!r}, expected {' or '.join(map(repr, self.choices))}")
+        if activations == "int8" and linear.in_features > few_rows.MAX_COLUMNS:
+            most = few_rows.MAX_COLUMNS
+            raise ValueError(f"activations in int8 are for at most {most} inputs, got {linear.in_features}")
+        self.activations = activations
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
         # Empty: it follows the model's dtype, as the weight did, where `scales` have one of their own.
@@ -58,7 +98,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     def settings(self) -> dict[str, Any]:
         """What a file says of it."""
-        return {"format": self.format}
+        return {"format": self.format, **({} if self.activations == "float32" else {"activations": self.activations})}
 
     def forward(self, x: Tensor, counts_e: Tensor | None = None) -> Tensor:
         if counts_e is None:
@@ -79,28 +119,31 @@ class QuantizedLinear(nn.Module, ABC):
             return y
         wide, step = torch.promote_types(x.dtype, torch.float32), max(1, BLOCK // self.in_features)
         blocks = [slice(start, min(start + step, rows.stop)) for start in rows[::step]]
-        y = torch.cat([self.product(x.to(wide), block) for block in blocks], -1)
+        near = rounded_input(x.to(wide), self.activations)
+        y = torch.cat([self.product(near, block) for block in blocks], -1)
         return (y if self.bias is None else y + self.bias[part]).to(x.dtype)
 
     def product(self, x: Tensor, rows: slice) -> Tensor:
         return F.linear(x, self.decoded(rows, x.dtype))
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, activations={self.activations}"
 
 
 class Bfloat16Linear(QuantizedLinear):
     """`weight_bfloat16[o, i]`, the weight rounded to bfloat16."""
 
-    format, tensors = "bfloat16", ("weight_bfloat16",)
+    format, tensors, choices = "bfloat16", ("weight_bfloat16",), ("float32", "bfloat16")
     weight_bfloat16: Tensor
 
-    def __init__(self, linear: nn.Linear):
-        super().__init__(linear)
+    def __init__(self, linear: nn.Linear, activations: str = "float32"):
+        super().__init__(linear, activations)
         self.register_buffer("weight_bfloat16", linear.weight.detach().to(torch.bfloat16, copy=True).contiguous())
 
     def stored(self) -> few_rows.Weights:
-        return few_rows.Weights(few_rows.BFLOAT16, self.in_features, self.weight_bfloat16, None, self.bias)
+        format = few_rows.BFLOAT16 if self.activations == "float32" else few_rows.BFLOAT16_NARROW
+        return few_rows.Weights(format, self.in_features, self.weight_bfloat16, None, self.bias)
 
     def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
         return self.weight_bfloat16[rows].to(dtype)
@@ -109,19 +152,23 @@ class Bfloat16Linear(QuantizedLinear):
 class Int8Linear(QuantizedLinear):
     """`weight[o, i] = scales[o] weight_int8[o, i]`, the largest of a row being 127 or -127."""
 
-    format, tensors = "int8", ("weight_int8", "scales")
+    format, tensors, choices = "int8", ("weight_int8", "scales"), ("float32", "int8")
     weight_int8: Tensor
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear):
-        super().__init__(linear)
-        weight = linear.weight.detach().float()
-        scales = weight.abs().amax(1) / 127
-        self.register_buffer("weight_int8", (weight / nonzero(scales)[:, None]).round().to(torch.int8))
+    def __init__(self, linear: nn.Linear, activations: str = "float32"):
+        super().__init__(linear, activations)
+        parts = [
+            ((block / nonzero(scales)[:, None]).round().to(torch.int8), scales)
+            for block, scales in scaled_blocks(linear.weight.detach())
+        ]
+        weight_int8, scales = map(torch.cat, zip(*parts, strict=True))
+        self.register_buffer("weight_int8", weight_int8)
         self.register_buffer("scales", scales)
 
     def stored(self) -> few_rows.Weights:
-        return few_rows.Weights(few_rows.INT8, self.in_features, self.weight_int8, self.scales, self.bias)
+        format = few_rows.INT8 if self.activations == "float32" else few_rows.INT8_NARROW
+        return few_rows.Weights(format, self.in_features, self.weight_int8, self.scales, self.bias)
 
     def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
         return self.weight_int8[rows].to(dtype) * self.scales[rows, None].to(dtype)
@@ -138,20 +185,22 @@ class Int4Linear(QuantizedLinear):
     one, so that a kernel gets neighbouring inputs from neighbouring bytes.
     """
 
-    format, tensors = "nf4", ("weight_int4", "scales")
+    format, tensors, choices = "nf4", ("weight_int4", "scales"), ("float32",)
     weight_int4: Tensor
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear, group_size: int):
-        super().__init__(linear)
+    def __init__(self, linear: nn.Linear, group_size: int, activations: str = "float32"):
+        super().__init__(linear, activations)
         self.group_size = group_size
-        weight = F.pad(linear.weight.detach().float(), (0, -self.in_features % group_size))
-        scales, codes = zip(
-            *(encoded(block.unflatten(1, (-1, group_size))) for block in weight.split(4096)), strict=True
-        )
-        low, high = torch.cat(codes).chunk(2, -1)
-        self.register_buffer("weight_int4", (low | high << 4).flatten(1))
-        self.register_buffer("scales", torch.cat(scales))
+        parts = []
+        for rows in linear.weight.detach().split(ROWS):
+            block = F.pad(rows.float(), (0, -self.in_features % group_size))
+            scales, codes = encoded(block.unflatten(1, (-1, group_size)))
+            low, high = codes.chunk(2, -1)
+            parts.append(((low | high << 4).flatten(1), scales))
+        weight_int4, scales = map(torch.cat, zip(*parts, strict=True))
+        self.register_buffer("weight_int4", weight_int4)
+        self.register_buffer("scales", scales)
 
     def stored(self) -> few_rows.Weights:
         return few_rows.Weights(
@@ -185,15 +234,96 @@ class Int4Linear(QuantizedLinear):
         return f"{super().extra_repr()}, group_size={self.group_size}"
 
 
+class IntegerInt4Linear(QuantizedLinear):
+    """`weight[o, g, i] = scales[o] int4_values[scale[o, g], code[o, g, i]]` in groups of 32 inputs.
+
+    So it is an integer from -127 to 127 times its row's scale, for products with exact sums. A row of `weight_int4` has
+    the codes of all groups as in `Int4Linear`, an even number of them, the last filled with zeros, then the groups'
+    scales.
+    """
+
+    format, tensors, choices = "int4", ("weight_int4", "scales"), ("int8",)
+    weight_int4: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear, activations: str = "int8"):
+        super().__init__(linear, activations)
+        parts = [
+            (encoded_integers(F.pad(block / nonzero(scales)[:, None], (0, -self.in_features % 64))), scales)
+            for block, scales in scaled_blocks(linear.weight.detach())
+        ]
+        weight_int4, scales = map(torch.cat, zip(*parts, strict=True))
+        self.register_buffer("weight_int4", weight_int4)
+        self.register_buffer("scales", scales)
+
+    def stored(self) -> few_rows.Weights:
+        return few_rows.Weights(
+            few_rows.INT4_NARROW, self.in_features, self.weight_int4, self.scales, self.bias, few_rows.GROUP
+        )
+
+    def settings(self) -> dict[str, Any]:
+        return {"format": self.format}
+
+    def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return self.integers(rows).to(dtype) * self.scales[rows, None].to(dtype)
+
+    def product(self, x: Tensor, rows: slice) -> Tensor:
+        return F.linear(x, self.integers(rows).to(x.dtype)) * self.scales[rows].to(x.dtype)
+
+    def integers(self, rows: slice) -> Tensor:
+        """The weights without their scales."""
+        groups = self.weight_int4.shape[1] // 17
+        packed, scales = self.weight_int4[rows].split([16 * groups, groups], 1)
+        halves = packed.unflatten(1, (groups, 16))
+        codes = torch.cat([halves & 15, halves >> 4], -1)
+        values = int4_values(packed.device).flatten()
+        place = scales[..., None].int() * 16 + codes
+        return values.index_select(0, place.flatten()).view(len(packed), -1)[:, : self.in_features]
+
+
+def scaled_blocks(weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of a weight at a time, in float32, and scales that make the largest of each 127 or -127."""
+    for rows in weight.split(ROWS):
+        block = rows.float()
+        yield block, block.abs().amax(1) / 127
+
+
+def encoded_integers(weight: Tensor) -> Tensor:
+    """Rows of `IntegerInt4Linear.weight_int4`; the largest of a row is 127 or -127."""
+    weight_ogi, values = weight.unflatten(1, (-1, few_rows.GROUP)), int4_values(weight.device).float()
+    most_og = weight_ogi.abs().amax(-1)
+    best: tuple[Tensor, ...] | None = None
+    for stretch in STRETCHES:
+        scale_og1 = (most_og * (255 / 127 * stretch)).round().clamp(max=255).int()[..., None]
+        of_scale = [value.take(scale_og1.long()) for value in values.unbind(1)]
+        code_ogi = torch.zeros_like(weight_ogi, dtype=torch.uint8)
+        value_ogi = of_scale[0].expand_as(weight_ogi)
+        for below, above in itertools.pairwise(of_scale):
+            is_above = weight_ogi > (below + above) / 2
+            code_ogi += is_above
+            value_ogi = torch.where(is_above, above, value_ogi)
+        tried = scale_og1, code_ogi, (weight_ogi - value_ogi).square().sum(-1, keepdim=True)
+        best = (
+            tried if best is None else tuple(torch.where(tried[2] < best[2], *p) for p in zip(tried, best, strict=True))
+        )
+    assert best is not None
+    scale_og1, code_ogi, _ = best
+    low, high = code_ogi.chunk(2, -1)
+    return torch.cat([(low | high << 4).flatten(1), scale_og1[..., 0].to(torch.uint8)], 1)
+
+
 def encoded(weight_ogi: Tensor) -> tuple[Tensor, Tensor]:
     """Scales in bfloat16 and codes of groups of weights, by that of `STRETCHES` with the smallest squared error."""
     best = rounded(weight_ogi, STRETCHES[0])
     for stretch in STRETCHES[1:]:
-        tried = rounded(weight_ogi, stretch)
-        better_og1 = tried[2] < best[2]
-        best = tuple(torch.where(better_og1, new, old) for new, old in zip(tried, best, strict=True))
+        best = better(rounded(weight_ogi, stretch), best)
     scale_og1, code_ogi, _ = best
     return scale_og1[..., 0], code_ogi
+
+
+def better(tried: tuple[Tensor, ...], best: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The one with the smaller squared error, which is the third of each, group by group."""
+    return tuple(torch.where(tried[2] < best[2], new, old) for new, old in zip(tried, best, strict=True))
 
 
 def rounded(weight_ogi: Tensor, stretch: float) -> tuple[Tensor, ...]:

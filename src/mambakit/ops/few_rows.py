@@ -1,7 +1,8 @@
-"""The product of a weight matrix with the few rows of a decoding step, for every way in which weights are stored.
+"""The product of a weight matrix with the rows of a decoding step or of a prompt, for every way to store weights.
 
 Kernels run it at the speed of reading the weights, without gradients. Its plain form is whatever a module does when no
-kernel takes the call.
+kernel takes the call. In the narrow formats the rows are rounded too, and multiplied as they are: bfloat16 with sums in
+float32, integers of 8 bits with exact sums. They take any number of rows, the others the few of a step.
 """
 
 from typing import NamedTuple
@@ -12,17 +13,23 @@ from torch import Tensor
 from mambakit.ops.backends import PLAIN_TENSORS
 from mambakit.ops.operation import TorchOperation
 
-FLOAT32, BFLOAT16, INT8, NF4 = range(4)
+FLOAT32, BFLOAT16, INT8, NF4, BFLOAT16_NARROW, INT8_NARROW, INT4_NARROW = range(7)
+NARROW = (BFLOAT16_NARROW, INT8_NARROW, INT4_NARROW)
 MAX_ROWS = 16
-"""Rows of x up to which the weights' bytes and not the products take the time."""
+"""Rows of x up to which the weights' bytes and not the products take the time, where both are float32."""
 GROUP = 32
-"""Groups of NF4 are multiples of this."""
+"""Groups of NF4 are multiples of this, those of INT4_NARROW are it."""
+MAX_COLUMNS = 1 << 17
+"""Of integers: their sums fit into 32 bits."""
 # What the tensors of a format have to be, lest a model moved to another dtype be misread.
 DTYPES = {
     FLOAT32: (torch.float32, None),
     BFLOAT16: (torch.bfloat16, None),
     INT8: (torch.int8, torch.float32),
     NF4: (torch.uint8, torch.bfloat16),
+    BFLOAT16_NARROW: (torch.bfloat16, None),
+    INT8_NARROW: (torch.int8, torch.float32),
+    INT4_NARROW: (torch.uint8, torch.float32),
 }
 FEW_ROWS = TorchOperation(
     "few_rows",
@@ -30,7 +37,7 @@ FEW_ROWS = TorchOperation(
     lambda x, weight, *_: [(x, (*x.shape[:-1], weight.shape[0]))],
     check=lambda *inputs: check_stored(*inputs),
 )
-"""`x @ weight.T + bias` in float32."""
+"""`x @ weight.T + bias`, returned in float32."""
 
 
 class Weights(NamedTuple):
@@ -42,6 +49,11 @@ class Weights(NamedTuple):
     scales: Tensor | None = None
     bias: Tensor | None = None
     group: int = 0
+
+
+def plain_format(weight: Tensor) -> int:
+    """Of a parameter, that of a half-precision model meeting rows of its dtype."""
+    return BFLOAT16_NARROW if weight.dtype == torch.bfloat16 else FLOAT32
 
 
 def check_stored(
@@ -61,9 +73,9 @@ def check_stored(
 
 def multiply(x: Tensor, weights: Weights) -> Tensor | None:
     """`x @ weight.T + bias` by a kernel, in the dtype of `x`; None where none takes it."""
-    if torch.is_grad_enabled() or not 0 < x.numel() <= MAX_ROWS * weights.columns or not is_stored_well(weights):
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not x.numel() or not is_stored_well(weights):
         return None
-    if torch.is_autocast_enabled("cpu"):
+    if weights.format not in NARROW and x.numel() > MAX_ROWS * weights.columns:
         return None
     kernel = FEW_ROWS.offer(x, weights.weight, weights.scales, weights.bias)
     if kernel is None:

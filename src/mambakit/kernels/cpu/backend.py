@@ -13,6 +13,7 @@ def about() -> dict[str, Any]:
     return {
         "instruction_set": found.instruction_set,
         "usable": found.usable,
+        "extension": found.extension,
         "torch_threads": found.has_torch_threads,
     }
 

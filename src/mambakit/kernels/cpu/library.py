@@ -19,6 +19,8 @@ from mambakit.kernels.cpu.structs import Struct, difference
 
 # In order of preference.
 INSTRUCTION_SETS = ("avx512", "avx2", "plain")
+# What a processor may have beyond them, each including those before it: `mk_extension` of csrc/extension.h.
+EXTENSIONS = ("none", "vnni", "bf16")
 # What a kernel returns if it could not do its work: `mk_status` of csrc/threads.h.
 STATUS = {
     1: (MemoryError, "found no memory for its work"),
@@ -34,7 +36,8 @@ class Library:
     """The loaded library, bound to one instruction set.
 
     `MAMBAKIT_KERNELS` names another file to load (`none`: none at all), `MAMBAKIT_ISA` another instruction set than the
-    best one. Both are read once, at the first use of a kernel.
+    best one, `MAMBAKIT_EXTENSION` another extension of it (`none`: none at all). They are read once, at the first use
+    of a kernel.
     """
 
     def __init__(self) -> None:
@@ -56,6 +59,14 @@ class Library:
                 "rebuild it (`make kernels`) or reinstall mambakit"
             )
         self.has_torch_threads = self._hand_in_threads()
+        self.extensions = EXTENSIONS[: 1 + (self._ask("extension_of", self.instruction_set) or 0)]
+        self.extension = os.environ.get("MAMBAKIT_EXTENSION") or self.extensions[-1]
+        if self.extension not in self.extensions:
+            raise KernelsMissingError(
+                f"MAMBAKIT_EXTENSION is {self.extension!r}, but this machine has {', '.join(self.extensions)} "
+                f"beside {self.instruction_set}"
+            )
+        self.native.mk_set_extension(ctypes.c_int64(EXTENSIONS.index(self.extension)))
 
     def function(self, struct: type[Struct]) -> Callable[[Struct], int]:
         """The kernel that takes `struct` and returns a status."""

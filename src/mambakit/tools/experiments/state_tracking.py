@@ -27,7 +27,8 @@ PAPER = {
 FULL = {
     "parity": Recipe(steps=1000),
     "arithmetic": Recipe(
-        steps=12000,
+        steps=6000,
+        n_layer=2,
         tokens=2560,
         d_models=(32,),
         state_rank=16,

@@ -1,9 +1,13 @@
-#include "x86.h"
+#include "extension.h"
 #ifdef MK_X86
 MK_CAN_RUN(avx512) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx2") &&
            __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+}
+MK_EXTENSION_OF(avx512) {
+    if (!__builtin_cpu_supports("avx512vnni")) return MK_NO_EXTENSION;
+    return __builtin_cpu_supports("avx512bf16") ? MK_BF16 : MK_VNNI;
 }
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi,bmi2,prefer-vector-width=512")
 #define MK_ISA avx512

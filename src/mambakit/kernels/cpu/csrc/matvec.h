@@ -5,19 +5,13 @@
 #pragma once
 
 #include "border.h"
+#include "panel_product.h"
+#include "results.h"
 #include "rows.h"
 #include "threads.h"
 #include "weights.h"
 
 namespace MK_ISA {
-
-// Where results go: y[b * stride + row], times `scale`, on top of what is there if `add`.
-struct Results {
-    float* y;
-    int64_t stride;
-    bool add;
-    float scale = 1.0f;
-};
 
 // Up to 4 rows of x; those beyond `count` repeat the last one, and their results are dropped.
 struct Inputs {
@@ -34,9 +28,6 @@ struct Ahead {
         byte += 64 * lines;
     }
 };
-
-// Bytes between what is multiplied and what is asked for from memory.
-constexpr int64_t AHEAD = 8192;
 
 template <int R, int B>
 struct Sums {
@@ -154,8 +145,8 @@ static void multiply_all(
             const int64_t next = passes == 1 ? AHEAD : (piece + pass * piece / passes) * pitch;
             const Ahead ahead = {m.weight, row * pitch + next, passes};
             const Results part = {to.y + 4 * pass * to.stride, to.stride, to.add, to.scale};
-            constexpr int TOGETHER = __is_same(Weights, Float32Weights) ? 8 : 4;
-            if (inputs.count == 1) multiply_rows<Weights, TOGETHER, 1>(m, row, stop, inputs, ahead, part);
+            constexpr int MOST = __is_same(Weights, Float32Weights) ? 8 : 4;
+            if (inputs.count == 1) multiply_rows<Weights, MOST, 1>(m, row, stop, inputs, ahead, part);
             else if (inputs.count == 2) multiply_rows<Weights, 4, 2>(m, row, stop, inputs, ahead, part);
             else multiply_rows<Weights, W == 16 ? 4 : 2, 4>(m, row, stop, inputs, ahead, part);
         }
@@ -166,6 +157,11 @@ static void multiply_all(
 static void multiply(
     const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch, const Results& to) {
     if (begin >= end) return;
+    if (is_narrow(m)) {
+        char* rows = room_for_rows<PRODUCT_NARROW>(m, batch);
+        round_rows(m, x, x_stride, 0, batch, rows);
+        return multiply_many(m, begin, end, (const NarrowRow*)rows, batch, to, false);
+    }
     if (m.format == FLOAT32) multiply_all<Float32Weights>(m, begin, end, x, x_stride, batch, to);
     if (m.format == BFLOAT16) multiply_all<Bfloat16Weights>(m, begin, end, x, x_stride, batch, to);
     if (m.format == INT8) multiply_all<Int8Weights>(m, begin, end, x, x_stride, batch, to);
@@ -209,8 +205,21 @@ struct Matvec {
     )
 };
 
+// Rows of x are rounded once for all threads.
+static void matvec_narrow(const Matvec& call) {
+    const Matrix& m = call.matrix;
+    char* rows = room_for_rows<PRODUCT_SHARED>(m, call.batch);
+    auto round = [&](int64_t begin, int64_t end) { round_rows(m, call.x, m.columns, begin, end, rows); };
+    if (call.batch * m.columns * (int64_t)sizeof(float) < WORTH_A_THREAD) round(0, call.batch);
+    else parallel(call.batch, round);
+    over_rows(m, [&](int64_t begin, int64_t end) {
+        multiply_many(m, begin, end, (const NarrowRow*)rows, call.batch, {call.y, m.rows, false}, true);
+    });
+}
+
 static void matvec(const Matvec& call) {
     const Matrix& m = call.matrix;
+    if (is_narrow(m)) return matvec_narrow(call);
     over_rows(m, [&](int64_t begin, int64_t end) {
         multiply(m, begin, end, filled_up(m, call.x, call.batch), stored_columns(m), call.batch, {call.y, m.rows, false});
     });

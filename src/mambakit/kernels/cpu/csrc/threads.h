@@ -66,6 +66,9 @@ enum Slot {
     SSD_CHUNK,
     PRODUCT_ROWS,
     PRODUCT_SCALES,
+    PRODUCT_NARROW,
+    PRODUCT_DECODED,
+    PRODUCT_SHARED,  // the calling thread's
     STEP_ROWS,  // the calling thread's
     STEP_HEAD,
     STEP_STATE,

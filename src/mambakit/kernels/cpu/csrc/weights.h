@@ -16,19 +16,24 @@
 
 namespace MK_ISA {
 
-enum WeightFormat { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NF4 = 3 };
+// The NARROW ones are multiplied with rows of x that are rounded too: to bfloat16, or to int8 with a scale for each row.
+enum WeightFormat {
+    FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NF4 = 3, BFLOAT16_NARROW = 4, INT8_NARROW = 5, INT4_NARROW = 6
+};
 
 struct Matrix {
     MK_FIELDS(Matrix,
         int64_t format, rows, columns;
-        int64_t group;  // inputs that share a scale, NF4 only: a multiple of 32
+        int64_t group;  // inputs that share a scale: of NF4 a multiple of 32, of INT4_NARROW 32, else 0
         const void* weight;
-        const void* scales;  // INT8: float [rows]; NF4: bfloat16 [rows][groups]
+        const void* scales;  // INT8, INT8_NARROW, INT4_NARROW: float [rows]; NF4: bfloat16 [rows][groups]
         const float* bias;   // or null
     )
 };
 
-// Columns that are stored and read: NF4 fills its last group with zeros.
+static inline bool is_narrow(const Matrix& m) { return m.format >= BFLOAT16_NARROW; }
+
+// Columns of x that are read: NF4 fills its last group with zeros.
 static inline int64_t stored_columns(const Matrix& m) {
     return m.format == NF4 ? round_up(m.columns, m.group) : m.columns;
 }
@@ -36,8 +41,10 @@ static inline int64_t stored_columns(const Matrix& m) {
 static inline int64_t bytes_per_row(const Matrix& m) {
     const int64_t columns = stored_columns(m);
     if (m.format == FLOAT32) return 4 * columns;
-    if (m.format == BFLOAT16) return 2 * columns;
-    return m.format == INT8 ? columns : columns / 2;
+    if (m.format == BFLOAT16 || m.format == BFLOAT16_NARROW) return 2 * columns;
+    // Codes of 64 inputs at a time, then a byte for each group of 32.
+    if (m.format == INT4_NARROW) return round_up(columns, 64) / 32 * 17;
+    return m.format == NF4 ? columns / 2 : columns;
 }
 
 // The formats with one number per weight: BYTES each, `get` the next W of them as floats.
@@ -94,6 +101,22 @@ static const float NF4_VALUES[16] = {-1.0f,       -0.6961928f, -0.52507305f, -0.
                                      -0.091050036f, 0.0f,      0.0795803f,   0.1609302f,  0.2461123f,   0.33791524f,
                                      0.44070983f, 0.562617f,   0.72295684f,  1.0f};
 
+// The 16 values of INT4_NARROW, for each of the 256 scales that a group may have: round(127 NF4 value * scale / 255), which
+// is never halfway between two integers.
+struct Int4Values {
+    int8_t of[256][16];
+    constexpr Int4Values() : of() {
+        constexpr int levels[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
+        for (int scale = 0; scale < 256; scale++)
+            for (int code = 0; code < 16; code++) {
+                const int size = levels[code] < 0 ? -levels[code] : levels[code];
+                const int value = (2 * size * scale + 255) / 510;
+                of[scale][code] = (int8_t)(levels[code] < 0 ? -value : value);
+            }
+    }
+};
+alignas(64) static constexpr Int4Values INT4_VALUES;
+
 // NF4's values times a group's scale. W bytes hold the codes of W inputs in their low halves and of W others, half a
 // group on, in their high ones.
 struct Nf4Table {
@@ -145,6 +168,32 @@ MK_INLINE void widen(const uint16_t* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         const uint32_t bits = (uint32_t)from[i] << 16;
         memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+// One row of the matrix as numbers.
+static void read_row(const Matrix& m, int64_t row, float* to) {
+    const char* at = (const char*)m.weight + row * bytes_per_row(m);
+    if (m.format == FLOAT32) return copy((const float*)at, m.columns, to);
+    if (m.format == BFLOAT16 || m.format == BFLOAT16_NARROW) return widen((const uint16_t*)at, to, m.columns);
+    const bool halves = m.format == NF4 || m.format == INT4_NARROW;
+    const int64_t half = m.group / 2, groups = halves ? ceil_div(m.columns, m.group) : 1;
+    const uint8_t* codes = (const uint8_t*)at;
+    for (int64_t i = 0; i < m.columns; i++) {
+        if (!halves) {
+            to[i] = ((const float*)m.scales)[row] * (int8_t)at[i];
+            continue;
+        }
+        const int64_t group = i / m.group, within = i % m.group;
+        const int code = codes[group * half + within % half] >> (within < half ? 0 : 4) & 15;
+        float scale;
+        if (m.format == NF4) {
+            widen((const uint16_t*)m.scales + row * groups + group, &scale, 1);
+            to[i] = scale * NF4_VALUES[code];
+        } else {
+            const uint8_t of_group = codes[round_up(m.columns, 64) / 2 + group];
+            to[i] = ((const float*)m.scales)[row] * INT4_VALUES.of[of_group][code];
+        }
     }
 }
 

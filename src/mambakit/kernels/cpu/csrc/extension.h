@@ -1,0 +1,15 @@
+// What a processor may have beyond the instruction set that a source is compiled for: instructions that multiply narrow
+// numbers. They are written out as such, so that every compiler with the instruction set makes them.
+#pragma once
+
+#include <stdint.h>
+
+#include "x86.h"
+
+// Each includes those before it: int8 products (AVX-512 VNNI or AVX-VNNI), bfloat16 products (AVX-512 BF16).
+enum mk_extension : int32_t { MK_NO_EXTENSION, MK_VNNI, MK_BF16 };
+
+// Set once at load (library.cpp), to at most what mk_extension_of_<instruction set>() answers.
+extern int32_t mk_extension_in_use;
+
+#define MK_EXTENSION_OF(isa) extern "C" __attribute__((visibility("default"))) int32_t mk_extension_of_##isa()

@@ -1,0 +1,333 @@
+// Products of narrow weights with narrow rows, for one row as for thousands: y[b][n] = sum_k weight[n][k] x[b][k].
+//
+// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time. Sums of integers are exact, and others have one
+// accumulator each, filled in the order of k, so a result does not depend on the batch, on its place in the matrix or on
+// the number of threads.
+#pragma once
+
+#include "extension.h"
+#include "narrow.h"
+#include "results.h"
+#include "threads.h"
+
+namespace MK_ISA {
+
+constexpr int FOUR = 4;
+constexpr int64_t AT_ONCE = W == 16 ? 4 : 2;
+// Rows of the matrix that stay in the cache closest by, and rows of x in the next one, while they meet.
+constexpr int64_t NEAR_ROWS = 16, NEAR_INPUTS = 256;
+
+// int8 or bfloat16, as they lie.
+struct NarrowWeights {
+    const char* row[FOUR];
+    MK_INSIDE vi get(int r, int64_t byte) const { return load_bytes(row[r] + byte); }
+    MK_INSIDE vi get_some(int r, int64_t byte, int64_t n) const { return load_some_bytes(row[r] + byte, n); }
+};
+
+// Codes of 64 inputs in 32 bytes, and the values of the two groups they are of.
+struct Int4Weights {
+    const uint8_t* row[FOUR];
+    int64_t codes;  // bytes of a row before its scales
+    MK_INSIDE const int8_t* values(int r, int64_t group) const { return INT4_VALUES.of[row[r][codes + group]]; }
+    // In the order of narrow_place: a vector is 64, 32 or 16 of them.
+    MK_INSIDE vi get(int r, int64_t byte) const {
+        const int64_t block = byte / 64;
+        const uint8_t* at = row[r] + 32 * block;
+#if MK_WIDTH == 16
+        const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)at));
+        const __m512i index = _mm512_and_si512(_mm512_mask_srli_epi32(both, 0xff00, both, 4), _mm512_set1_epi8(15));
+        const __m128i even = _mm_load_si128((const __m128i*)values(r, 2 * block));
+        const __m128i odd = _mm_load_si128((const __m128i*)values(r, 2 * block + 1));
+        const __m512i table = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(even), 0xf0f0, odd);
+        return (vi)_mm512_shuffle_epi8(table, index);
+#elif MK_WIDTH == 8
+        __m256i index = _mm256_loadu_si256((const __m256i*)at);
+        if (byte % 64) index = _mm256_srli_epi32(index, 4);
+        index = _mm256_and_si256(index, _mm256_set1_epi8(15));
+        const __m128i even = _mm_load_si128((const __m128i*)values(r, 2 * block));
+        const __m128i odd = _mm_load_si128((const __m128i*)values(r, 2 * block + 1));
+        return (vi)_mm256_shuffle_epi8(_mm256_set_m128i(odd, even), index);
+#else
+        const int64_t quarter = byte % 64 / 16, shift = quarter < 2 ? 0 : 4;
+        const int8_t* of = values(r, 2 * block + quarter % 2);
+        int8_t found[VECTOR];
+        for (int64_t i = 0; i < VECTOR; i++) found[i] = of[at[16 * (quarter % 2) + i] >> shift & 15];
+        return load_bytes(found);
+#endif
+    }
+    MK_INSIDE vi get_some(int r, int64_t byte, int64_t) const { return get(r, byte); }
+};
+
+// Sums of the lanes of four vectors.
+typedef int32_t vi4 __attribute__((vector_size(16)));
+MK_INLINE vf4 fold(vf4 x) { return x; }
+MK_INLINE vi4 fold(vi4 x) { return x; }
+#if MK_WIDTH >= 8
+typedef int32_t vi8 __attribute__((vector_size(32)));
+MK_INLINE vf4 fold(vf8 x) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+}
+MK_INLINE vi4 fold(vi8 x) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+}
+#endif
+#if MK_WIDTH == 16
+MK_INLINE vf4 fold(vf x) {
+    return fold(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+MK_INLINE vi4 fold(vi x) {
+    return fold(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+#endif
+#if MK_WIDTH == 16
+#define MK_PAIRED(a, b, p, q)                                                                                      \
+    __builtin_shufflevector(a, b, p, p + 16, q, q + 16, p + 4, p + 20, q + 4, q + 20, p + 8, p + 24, q + 8, q + 24, \
+                            p + 12, p + 28, q + 12, q + 28)
+#define MK_JOINED(a, b, p)                                                                                         \
+    __builtin_shufflevector(a, b, p, p + 1, p + 16, p + 17, p + 4, p + 5, p + 20, p + 21, p + 8, p + 9, p + 24, p + 25, \
+                            p + 12, p + 13, p + 28, p + 29)
+#elif MK_WIDTH == 8
+#define MK_PAIRED(a, b, p, q) __builtin_shufflevector(a, b, p, p + 8, q, q + 8, p + 4, p + 12, q + 4, q + 12)
+#define MK_JOINED(a, b, p) __builtin_shufflevector(a, b, p, p + 1, p + 8, p + 9, p + 4, p + 5, p + 12, p + 13)
+#else
+#define MK_PAIRED(a, b, p, q) __builtin_shufflevector(a, b, p, p + 4, q, q + 4)
+#define MK_JOINED(a, b, p) __builtin_shufflevector(a, b, p, p + 1, p + 4, p + 5)
+#endif
+template <class Sum>
+MK_INLINE Sum partial_sums(const Sum (&x)[FOUR]) {
+    const Sum first = MK_PAIRED(x[0], x[1], 0, 1) + MK_PAIRED(x[0], x[1], 2, 3);
+    const Sum last = MK_PAIRED(x[2], x[3], 0, 1) + MK_PAIRED(x[2], x[3], 2, 3);
+    return MK_JOINED(first, last, 0) + MK_JOINED(first, last, 2);
+}
+
+// x, rounded: no compiler makes one operation of what computed it and what follows.
+template <class Values>
+MK_INLINE Values done(Values x) {
+#if defined(MK_X86) && MK_WIDTH == 16
+    __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#else
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+}
+
+// Results of four rows of the matrix with one row of x or, side by side, with several: of integers times scales, or as
+// they are. The same steps for all, so that they round alike.
+template <class Sums, class Values>
+MK_INLINE Values scaled(Sums sums, Sums totals, Values x_scales, Values scales) {
+    if constexpr (__is_same(Sums, Values)) return sums;
+    else return done(__builtin_convertvector(sums - totals, Values) * x_scales * scales);
+}
+template <class Values>
+MK_INLINE Values placed(Values values, const Matrix& m, Values bias, const Results& to, Values old) {
+    if (m.bias) values = done(values + bias);
+    values = done(values * to.scale);
+    return to.add ? values + old : values;
+}
+
+// Of one row of x, rows [row, row + count).
+template <class Sums>
+MK_INLINE void put(Sums sums, const Matrix& m, int64_t row, int64_t count, const NarrowRow& x, int32_t offset,
+                   const Results& to, int64_t b) {
+    const size_t bytes = count * sizeof(float);
+    float* y = to.y + b * to.stride + row;
+    vf4 scales = {}, bias = {}, old = {};
+    if (m.scales) memcpy(&scales, (const float*)m.scales + row, bytes);
+    if (m.bias) memcpy(&bias, m.bias + row, bytes);
+    if (to.add) memcpy(&old, y, bytes);
+    Sums totals = {};
+    if constexpr (!__is_same(Sums, vf4)) totals += offset * x.total;
+    const vf4 values = placed(scaled(sums, totals, vf4{} + x.scale, scales), m, bias, to, old);
+    memcpy(y, &values, bytes);
+}
+
+#if MK_WIDTH == 16
+// Four rows of x, each with four of the matrix, at once.
+template <class Sum>
+MK_INLINE Sum four_sums(const Sum (&x)[4][FOUR]) {
+    const Sum a = partial_sums(x[0]), b = partial_sums(x[1]), c = partial_sums(x[2]), d = partial_sums(x[3]);
+    const Sum ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                   __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    const Sum cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                   __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    return __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+MK_INLINE vf four_times(const float* from) { return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
+template <class Number>
+MK_INLINE auto each_four_times(Number a, Number b, Number c, Number d) {
+    typedef Number Vector __attribute__((vector_size(64)));
+    return Vector{a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d};
+}
+template <class Sum>
+MK_INLINE void put_four(const Sum (&sums)[4][FOUR], const Matrix& m, int64_t row, const NarrowRow* const* x,
+                        int32_t offset, const Results& to) {
+    vf scales = {}, x_scales = {}, bias = {}, old = {};
+    Sum totals = {};
+    if constexpr (!__is_same(Sum, vf)) {
+        scales = four_times((const float*)m.scales + row);
+        x_scales = each_four_times(x[0]->scale, x[1]->scale, x[2]->scale, x[3]->scale);
+        totals = offset * each_four_times(x[0]->total, x[1]->total, x[2]->total, x[3]->total);
+    }
+    if (m.bias) bias = four_times(m.bias + row);
+    float* y = to.y + row;
+    if (to.add)
+        for (int b = 0; b < 4; b++) memcpy((float*)&old + 4 * b, y + b * to.stride, 16);
+    const vf values = placed(scaled(four_sums(sums), totals, x_scales, scales), m, bias, to, old);
+    const __m512 all = (__m512)values;
+    _mm_storeu_ps(y, _mm512_castps512_ps128(all));
+    _mm_storeu_ps(y + to.stride, _mm512_extractf32x4_ps(all, 1));
+    _mm_storeu_ps(y + 2 * to.stride, _mm512_extractf32x4_ps(all, 2));
+    _mm_storeu_ps(y + 3 * to.stride, _mm512_extractf32x4_ps(all, 3));
+}
+#endif
+
+// Rows [row, row + count) with B rows of x, of which the first `used` count. `lines` of memory are asked for meanwhile.
+template <class Dot, int B, class Weights>
+MK_INLINE void narrow_block(
+    const Matrix& m, const Weights& w, int64_t row, int64_t count, const NarrowRow* const* x, int64_t used,
+    const char* ahead, int64_t lines, const Results& to) {
+    typename Dot::Sum sums[B][FOUR] = {};
+    const int64_t bytes = stored_bytes(m), steps = ceil_div(bytes, LINE);
+    auto meet = MK_BODY(int64_t at, auto get) {
+        vi weights[FOUR];
+        for (int r = 0; r < FOUR; r++) weights[r] = Dot::weights(get(r));
+        for (int b = 0; b < B; b++) {
+            const vi part = load_bytes(x[b]->data + at);
+            for (int r = 0; r < FOUR; r++) sums[b][r] = Dot::add(sums[b][r], weights[r], part);
+        }
+    };
+    int64_t at = 0, asked = 0;
+    for (; at + LINE <= bytes; at += LINE) {
+        for (asked += lines; asked >= steps; asked -= steps, ahead += LINE) prefetch(ahead, 0);
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < LINE; part += VECTOR)
+            meet(at + part, MK_BODY(int r) { return w.get(r, at + part); });
+    }
+    for (; at + VECTOR <= bytes; at += VECTOR) meet(at, MK_BODY(int r) { return w.get(r, at); });
+    if (at < bytes) meet(at, MK_BODY(int r) { return w.get_some(r, at, bytes - at); });
+#if MK_WIDTH == 16
+    if constexpr (B == 4)
+        if (used == 4 && count == FOUR) return put_four(sums, m, row, x, Dot::OFFSET, to);
+#endif
+    // Unrolled: an index that the compiler does not know would move all sums to memory.
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) {
+        if (b >= used) break;
+        put(fold(partial_sums(sums[b])), m, row, count, *x[b], Dot::OFFSET, to, b);
+    }
+}
+
+// Rows [begin, end), weights of row n at at + (n - begin) * pitch; `passes` share the asking for what follows `ahead`.
+template <class Dot, class Weights, class At>
+static __attribute__((noinline)) void narrow_piece(
+    const Matrix& m, int64_t begin, int64_t end, const At& weights_at, const NarrowRow* const* x, int64_t used,
+    const char* ahead, int64_t passes, const Results& to) {
+    const int64_t pitch = bytes_per_row(m), lines = ceil_div(FOUR * pitch, LINE * passes);
+    for (int64_t row = begin; row < end; row += FOUR, ahead += FOUR * pitch / passes) {
+        const int64_t count = least(FOUR, end - row);
+        Weights w = weights_at.weights;
+        // Rows that are not there repeat the last, and their results are dropped.
+        for (int r = 0; r < FOUR; r++)
+            w.row[r] += (row - begin + least(r, count - 1)) * weights_at.pitch;
+        if (used == 1) narrow_block<Dot, 1>(m, w, row, count, x, used, ahead, lines, to);
+        else if (used == 2 || AT_ONCE == 2) narrow_block<Dot, 2>(m, w, row, count, x, used, ahead, lines, to);
+        else narrow_block<Dot, AT_ONCE>(m, w, row, count, x, used, ahead, lines, to);
+    }
+}
+
+// Weights of a piece of the matrix, all rows of it at the first one's place, and the bytes between them.
+template <class Weights>
+struct PieceAt {
+    Weights weights;
+    int64_t pitch;
+};
+
+static PieceAt<NarrowWeights> piece_at(const char* at, int64_t pitch) { return {{{at, at, at, at}}, pitch}; }
+
+// Rows [begin, end) of INT4_NARROW as int8, for more rows of x than are decoded for at once.
+static PieceAt<NarrowWeights> decoded_piece(const Matrix& m, int64_t begin, int64_t end) {
+    const int64_t wide = round_up(m.columns, LINE), pitch = bytes_per_row(m);
+    char* decoded = (char*)scratch<PRODUCT_DECODED>(NEAR_ROWS * wide / (int64_t)sizeof(float));
+    for (int64_t row = begin; row < end; row++) {
+        const uint8_t* at = (const uint8_t*)m.weight + row * pitch;
+        const Int4Weights w = {{at, at, at, at}, wide / 2};
+        for (int64_t byte = 0; byte < wide; byte += VECTOR) {
+            const vi part = w.get(0, byte);
+            memcpy(decoded + (row - begin) * wide + byte, &part, sizeof part);
+        }
+    }
+    return piece_at(decoded, wide);
+}
+
+// Rows [begin, end) of the product with `batch` rows.
+template <class Dot>
+static void multiply_narrow_by(
+    const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to) {
+    const char* weight = (const char*)m.weight;
+    const int64_t pitch = bytes_per_row(m);
+    for (int64_t first = 0; first < batch; first += NEAR_INPUTS) {
+        const int64_t near = least(batch - first, NEAR_INPUTS), passes = ceil_div(near, AT_ONCE);
+        const int64_t piece = passes == 1 ? end - begin : NEAR_ROWS;
+        for (int64_t row = begin; row < end; row += piece) {
+            const int64_t stop = least(row + piece, end);
+            const bool decodes = m.format == INT4_NARROW && passes > 1;
+            const PieceAt<NarrowWeights> own = decodes ? decoded_piece(m, row, stop) : piece_at(weight + row * pitch, pitch);
+            for (int64_t pass = 0; pass < passes; pass++) {
+                const int64_t start = first + pass * AT_ONCE, used = least(AT_ONCE, near - pass * AT_ONCE);
+                const NarrowRow* rows[AT_ONCE];
+                for (int64_t b = 0; b < AT_ONCE; b++) rows[b] = narrow_at(m, x, start + least(b, used - 1));
+                const char* ahead = weight + row * pitch + (passes == 1 ? AHEAD : (NEAR_ROWS + pass * NEAR_ROWS / passes) * pitch);
+                const Results part = {to.y + start * to.stride, to.stride, to.add, to.scale};
+                if (m.format == INT4_NARROW && !decodes) {
+                    const uint8_t* at = (const uint8_t*)weight + row * pitch;
+                    const PieceAt<Int4Weights> coded = {{{at, at, at, at}, round_up(m.columns, LINE) / 2}, pitch};
+                    if constexpr (__is_same(typename Dot::Sum, vi))
+                        narrow_piece<Dot, Int4Weights>(m, row, stop, coded, rows, used, ahead, passes, part);
+                } else {
+                    narrow_piece<Dot, NarrowWeights>(m, row, stop, own, rows, used, ahead, passes, part);
+                }
+            }
+        }
+    }
+}
+
+// body(dot) with the best instructions that may be used.
+template <class Body>
+MK_INLINE void by_best_dot(const Matrix& m, const Body& body) {
+    if (m.format == BFLOAT16_NARROW) {
+#if defined(MK_X86) && MK_WIDTH == 16
+        if (mk_extension_in_use >= MK_BF16) return body(Bfloat16DotNative());
+#endif
+        return body(Bfloat16Dot());
+    }
+#if defined(MK_X86) && MK_WIDTH >= 8
+    if (mk_extension_in_use >= MK_VNNI) return body(Int8DotVnni());
+#endif
+    body(Int8Dot());
+}
+
+static void multiply_narrow(
+    const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to) {
+    by_best_dot(m, MK_BODY(auto dot) { multiply_narrow_by<decltype(dot)>(m, begin, end, x, batch, to); });
+}
+
+// Rows [begin, end) of x, rounded.
+static void round_rows(const Matrix& m, const float* x, int64_t x_stride, int64_t begin, int64_t end, char* to) {
+    for (int64_t row = begin; row < end; row++)
+        round_row(m, x + row * x_stride, (NarrowRow*)(to + row * narrow_pitch(m)));
+}
+
+// In memory of this thread.
+template <Slot slot>
+static char* room_for_rows(const Matrix& m, int64_t batch) {
+    return (char*)scratch<slot>(batch * narrow_pitch(m) / (int64_t)sizeof(float));
+}
+
+}  // namespace MK_ISA
