@@ -156,7 +156,6 @@ def test_bad_input_is_one_line_and_exit_code_2(data, tmp_path, capsys):
             for name in ("floor", "decay")
             for share in ("inf", "nan", "-1", "2")
         ),
-        *(([data, *out, f"--held-out={share}"], "held") for share in ("inf", "nan", "-1", "1")),
         ([data, *out, "--device=vulkan"], "device is 'vulkan', which torch does not know or have here"),
         ([data, *out, "--family=mamba2", "--mimo-rank=2"], "--mimo-rank is for mamba3"),
         ([data, *out, "--tokenizer", binary], "is not a file of the tokenizers package"),

@@ -80,6 +80,9 @@ def test_held_out_documents_are_others():
 
 
 def test_of_few_documents_the_ends_are_held_out():
+    for share in (0.0, 1.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="held-out share"):
+            hold_out([Document("a", b"text")], share)
     alike = [Document(str(i), bytes([i]) * 30) for i in range(20)]  # each as long as what is wanted in all
     train_on, held = hold_out(alike, 0.05)
     assert (len(train_on), {len(content) for _, content in held}) == (20, {2})

@@ -131,7 +131,7 @@ class Engine:
         """
         vocabulary = self.model.config.vocab_size
         check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
-        check_count("logprobs", logprobs, least=0, optional=True)
+        check_count("logprobs", logprobs, least=0, most=2**31, optional=True)
         check_count("echo", int(echo) if isinstance(echo, bool) else echo, least=0)
         sampler = Sampler(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty

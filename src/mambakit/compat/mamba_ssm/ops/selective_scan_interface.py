@@ -97,7 +97,7 @@ def by_token(name: str, x: Tensor, A: Tensor, size: Any) -> Tensor:
         pairs = x_bgrS.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
         x_bgrS = torch.view_as_complex(pairs.contiguous())
     expected = (size.b, x_bgrS.shape[1], size.r, size.s)
-    if tuple(x_bgrS.shape) != expected or size.i % x_bgrS.shape[1]:
+    if tuple(x_bgrS.shape) != expected or not x_bgrS.shape[1] or size.i % x_bgrS.shape[1]:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, which does not fit a batch of {size.b}, {size.i} channels, "
             f"{size.r} state entries and {size.s} tokens{' with two numbers each' if A.is_complex() else ''}"
