@@ -296,7 +296,8 @@ def test_state_tracking_command(tmp_path, capsys):
     assert printed == json.loads((tmp_path / "results.json").read_text())
     assert [(row["task"], row["variant"]) for row in printed["rows"]] == [("parity", "mamba2"), ("recall", "mamba3")]
     assert set(printed["rows"][0]["scores"]) == {"40", "160", "208", "256"}
-    assert (tmp_path / "state-tracking.png").read_bytes().startswith(b"\x89PNG")
+    for name in report.FILES[1:]:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     before = (tmp_path / "results.json").stat().st_mtime_ns
     assert main([*command, "--task", "recall", "--variant", "mamba3", "--resume"]) == 0
     assert (tmp_path / "results.json").stat().st_mtime_ns == before, "what is done is not done again"

@@ -74,7 +74,7 @@ def run_state_tracking(args: argparse.Namespace, console: Any) -> None:
     todo = state_tracking.pairs(tasks, variants)
     seeds = tuple(args.seeds) if args.seeds else None
     recipes = state_tracking.recipes(budget, steps=args.steps, seeds=seeds, test_sequences=args.sequences)
-    results, picture = args.out / "results.json", args.out / "state-tracking.png"
+    results, picture, training = (args.out / name for name in report.FILES)
     rows = report.load_rows(results)
     with bars() as progress:
         for task, variant in todo:
@@ -88,8 +88,9 @@ def run_state_tracking(args: argparse.Namespace, console: Any) -> None:
             report.save_rows(results, rows)
             kept.remove()
     report.plot(rows, picture)
+    report.plot_training(rows, training)
     console.print(report.table(rows))
-    console.print(f"written: {results}, {picture}", soft_wrap=True)
+    console.print(f"written: {results}, {picture}, {training}", soft_wrap=True)
     if args.json:
         print(results.read_text("utf-8"), end="")
 

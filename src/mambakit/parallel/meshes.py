@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 BUCKET = 1 << 24
 """Numbers that are summed at once."""
@@ -74,6 +73,9 @@ class SummedGradients:
 
     def __enter__(self) -> None:
         modules = list(self.model.modules())
+        # Imported here, since it brings a compiler along that takes as long to import as torch.
+        from torch.distributed.fsdp import FSDPModule
+
         if not torch.is_grad_enabled() or any(isinstance(module, FSDPModule) for module in modules):
             return
         self.places = [

@@ -16,6 +16,7 @@ from mambakit.tools.experiments.state_tracking import COMPARED, paper_figure
 from mambakit.tools.experiments.tasks import TASKS
 from mambakit.tools.experiments.variants import VARIANTS
 
+FILES = ("results.json", "state-tracking.png", "training.png")
 Row = dict[str, Any]
 """A `Fit` as JSON knows it."""
 
@@ -118,4 +119,20 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
     figure.axes[0].set_ylabel("scaled accuracy, %")
+    figure.savefig(path, dpi=130)
+
+
+def plot_training(rows: Sequence[Row], path: Path) -> None:
+    """How a training went: losses, and the longest length there was, over the steps. A line per row that has both."""
+    rows = [row for row in rows if row.get("lengths")]
+    figure = need("the picture", "matplotlib.figure").Figure(figsize=(7.8, 3.6), layout="constrained")
+    for column, name in enumerate(("losses", "lengths")):
+        axes = figure.add_subplot(1, 2, column + 1)
+        for row in rows:
+            steps, count = row["recipe"]["steps"], len(row[name])
+            over = [steps * (part + 1) / count for part in range(count)]
+            axes.plot(over, row[name], label=f"{TASKS[row['task']].title}: {VARIANTS[row['variant']].title}")
+        axes.set(xlabel="step", yscale="log", title={"losses": "loss", "lengths": "longest length"}[name])
+        axes.grid(alpha=0.3)
+    figure.axes[1].legend(fontsize=7)
     figure.savefig(path, dpi=130)
