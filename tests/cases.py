@@ -1,5 +1,6 @@
 """What every scan is tested on: the parametrised list of algorithms, and random inputs by shape."""
 
+import os
 from dataclasses import replace
 
 import torch
@@ -14,8 +15,14 @@ ALGORITHMS = {
     "serial_recalculated": SsdPath("serial_recalculated", backend="torch"),
     "cpu": SsdPath("serial_recalculated", backend="cpu"),
 }
+# Triton's kernels run here in its interpreter only, in processes of their own: see test_triton_interpreter.py.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    ALGORITHMS["triton"] = SsdPath("serial_recalculated", backend="triton")
 # The fused kernels compute in float32; everything else is held to float64.
-IN_FLOAT32 = ("cpu",)
+IN_FLOAT32 = ("cpu", "triton")
+# The dtype in which each backend is tested.
+DTYPE = {"torch": torch.float64, "cpu": torch.float32} | ({"triton": torch.float32} if INTERPRETED else {})
 TWICE_DIFFERENTIABLE = ("minimal", "serial")
 
 

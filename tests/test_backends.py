@@ -69,9 +69,9 @@ def test_by_name_runs_or_raises_with_the_reason():
     mk.causal_conv(x, weight, backend="cpu")
     with pytest.raises(ValueError, match=r'"cpu" cannot run causal_conv: it got a tensor of torch.float64 on cpu'):
         mk.causal_conv(x.double(), weight.double(), backend="cpu")
-    with pytest.raises(ValueError, match=r'backend "triton" cannot run causal_conv: .* no Triton kernels'):
+    with pytest.raises(ValueError, match=r'backend "triton" cannot run causal_conv: .*(Triton is|no GPU|on cpu)'):
         mk.causal_conv(x, weight, backend="triton")
-    with use_backend("triton"), pytest.raises(ValueError, match="no Triton kernels"):
+    with use_backend("triton"), pytest.raises(ValueError, match=r"Triton is|no GPU|on cpu"):
         mk.causal_conv(x, weight)
     with pytest.raises(ValueError, match="backend 'tpu' is unknown; choose from auto, torch, cpu, triton"):
         use_backend("tpu")

@@ -6,14 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import DTYPE
 from compare import CLOSE_GRADIENT, CLOSE_VALUE, check, check_only_inputs_are_kept, gradients, leaves
 from mambakit.ops.causal_conv import causal_conv, convolve_in_parts
 from oracles.elementwise import conv_loop
 
 LENGTHS = [0, 1, 2, 3, 4, 17]
-# The dtype each backend is tested in.
-DTYPE = {"torch": torch.float64, "cpu": torch.float32}
-
 backends = pytest.mark.parametrize("backend", DTYPE)
 
 

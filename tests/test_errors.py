@@ -111,7 +111,7 @@ def test_a_path_is_an_ssd_path():
 
 
 def test_a_backend_asked_for_by_name_runs_or_raises():
-    with pytest.raises(ValueError, match='backend "triton" cannot run ssd: this version of mambakit has no Triton'):
+    with pytest.raises(ValueError, match=r'backend "triton" cannot run ssd: .*(Triton is|no GPU|on cpu)'):
         ssd(**inputs(), path=SsdPath(backend="triton"))
 
 

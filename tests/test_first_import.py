@@ -38,7 +38,9 @@ def test_names_come_with_torch_alone():
 
 def test_an_operation_imported_by_its_file_has_its_kernels():
     code = "from mambakit.ops.ssd import SSD\nassert 'cpu' in SSD.kernels\nfrom mambakit.ops.backends import BACKENDS"
-    assert "mambakit.kernels.cpu.ssd" in modules_after(f"{code}\nassert list(BACKENDS) == ['cpu', 'triton']")
+    assert "mambakit.kernels.cpu.ssd" in modules_after(
+        f"{code}\nassert list(BACKENDS) == ['cpu', 'triton', 'triton_fast']"
+    )
 
 
 def test_all_names_are_there():

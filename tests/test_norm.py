@@ -8,13 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import DTYPE
 from compare import CLOSE_GRADIENT, CLOSE_VALUE, check, check_only_inputs_are_kept, gradients, leaves, load_golden
 from mambakit.ops.activations import heavy_tail, softplus
 from mambakit.ops.norm import gated_rms_norm, rms_norm
 from oracles.elementwise import heavy_tail_loop, norm_loop, softplus_loop
-
-# The dtype each backend is tested in.
-DTYPE = {"torch": torch.float64, "cpu": torch.float32}
 
 backends = pytest.mark.parametrize("backend", DTYPE)
 BOTH_ORDERS = pytest.mark.parametrize("norm_before_gate", [False, True])

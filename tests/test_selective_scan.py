@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import DTYPE
 from compare import GRADIENT, VALUE, check, gradients, leaves, load_golden
 from mambakit.kernels.cpu.library import why_missing
 from mambakit.ops import selective_scan as module
@@ -21,10 +22,9 @@ BLOCKS = {"default": None, "one token": (1, 1), "4 tokens, one row": (72, 4), "5
 
 
 no_kernels = pytest.mark.skipif(why_missing() is not None, reason=f"no kernels: {why_missing()}")
-both = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=no_kernels)])
-DTYPE = {"torch": torch.float64, "cpu": torch.float32}
-VALUES = {"torch": 1e-10, "cpu": 1e-5}
-GRADIENTS = {"torch": 1e-9, "cpu": 1e-4}
+both = pytest.mark.parametrize("backend", [b if b != "cpu" else pytest.param(b, marks=no_kernels) for b in DTYPE])
+VALUES = {"torch": 1e-10, "cpu": 1e-5, "triton": 1e-5}
+GRADIENTS = {"torch": 1e-9, "cpu": 1e-4, "triton": 1e-4}
 
 
 @contextmanager

@@ -39,6 +39,8 @@ class Backend:
     """None where the backend can be used at all, else one clause for a person."""
     about: Callable[[], dict[str, Any]] = dict
     """More about it, where it can be used."""
+    why_not_auto: Callable[[str, Sequence[Tensor | None]], str | None] = lambda operation, tensors: None
+    """Of an operation and a call it can run: why `"auto"` passes it over all the same."""
 
     def why_not(self, tensors: Sequence[Tensor | None]) -> str | None:
         reason = self.why_missing()
@@ -48,6 +50,10 @@ class Backend:
         if looked_at and not torch.compiler.is_compiling():
             return "torch.func's transforms or forward-mode derivatives look at every operation"
         return self.why_unreadable(tensors)
+
+    def is_for(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether they are on its kind of device: if not, there is no more to say about it."""
+        return any(tensor is not None and tensor.device.type == self.device for tensor in tensors)
 
     def why_unreadable(self, tensors: Iterable[Tensor | None]) -> str | None:
         """Why its kernels do not find the numbers of one of the tensors where they look for them."""

@@ -4,7 +4,7 @@ Its contract, checks and plain form are functions of the operation's own file. W
 the choice of who runs a call, and for kernels one torch operator with its fake and its derivative.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,7 +107,7 @@ class Operation:
         if name == "torch":
             return self._note(None, {})
         if name == "auto":
-            return self._first(tensors, self.kernels)
+            return self._first(tensors)
         check_backend(name)
         kernel = self.kernels.get(name)
         reason = BACKENDS[name].why_missing() if kernel is None else kernel.why_not(tensors)
@@ -124,16 +124,19 @@ class Operation:
 
         For what has more than one good way: a product with few rows, a whole step in one kernel.
         """
-        name = asked()
-        return self._first(tensors, self.kernels if name == "auto" else (name,))
+        return self._first(tensors, asked())
 
-    def _first(self, tensors: Sequence[Tensor | None], names: Iterable[str]) -> Kernel | None:
+    def _first(self, tensors: Sequence[Tensor | None], asked_for: str = "auto") -> Kernel | None:
         passed_over = {}
-        for name in names:
+        for name in self.kernels if asked_for == "auto" else (asked_for,):
             kernel = self.kernels.get(name)
             if kernel is None or kernel.backend is TORCH:
                 continue
+            if asked_for == "auto" and not kernel.backend.is_for(tensors):
+                continue
             reason = kernel.why_not(tensors)
+            if reason is None and asked_for == "auto":
+                reason = kernel.backend.why_not_auto(self.name, tensors)
             if reason is None:
                 return self._note(kernel, passed_over)
             passed_over[name] = reason

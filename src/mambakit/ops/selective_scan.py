@@ -77,7 +77,8 @@ def selective_scan(
         fresh_bs = F.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
     kernel = SELECTIVE_SCAN.choose(backend, *tensors, segments_bs)
     if kernel is not None:
-        y_bsi, last_bir = kernel(*tensors, fresh_bs, dt_softplus)
+        # The state has the dtype of `a`, which is not the narrow one of `x`.
+        y_bsi, last_bir = kernel(x_bsi, dt_bsi, a_ir.to(dtype), *tensors[3:], fresh_bs, dt_softplus)
         return y_bsi.to(x_bsi.dtype), last_bir
     if dt_bias_i is not None:
         dt_bsi = dt_bsi.to(torch.promote_types(dt_bsi.dtype, torch.float32)) + dt_bias_i

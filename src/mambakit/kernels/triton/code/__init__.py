@@ -1,0 +1,1 @@
+"""The kernels themselves, in Triton's language. Importing a file here needs Triton; nothing but a launch does."""

@@ -1,0 +1,165 @@
+"""The compile gate: kernels compiled for GPUs that need not be here, and what their binaries say.
+
+`python -m mambakit.kernels.triton.gate [target ...]` compiles what `gate.json` does not hold yet and writes it there.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambakit.kernels.triton.launch import Launch, function
+from mambakit.kernels.triton.shapes import Shape, shapes
+from mambakit.kernels.triton.source import source_hash
+from mambakit.kernels.triton.tiles import CANDIDATES, TABLE, Tiles
+
+TARGETS: dict[str, tuple[str, Any, int]] = {
+    **{f"sm_{n}": ("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)},
+    **{name: ("hip", name, 64) for name in ("gfx90a", "gfx942", "gfx950")},
+    "gfx1201": ("hip", "gfx1201", 32),
+}
+SHARED = {"cuda": 101_376, "hip": 65_536}
+"""Bytes of shared memory a kernel may take: those of consumer cards."""
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+    torch.float64: "*fp64",
+}
+MATRIX = r"\b(HMMA|HGMMA|UTCHMMA|v_s?mfma|v_s?wmma)"
+
+
+def compile_for(target: str, call: Launch) -> Any:
+    """The binary of what a launch would start."""
+    triton, compiler, backends = map(importlib.import_module, ("triton", "triton.compiler", "triton.backends.compiler"))
+    kernel = function(call.kernel)
+    values = dict(zip(kernel.arg_names, call.arguments, strict=False)) | call.sizes
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if name in call.sizes or value is None:
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+    source = compiler.ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=backends.GPUTarget(*TARGETS[target]), options=options)
+
+
+def facts(binary: Any) -> dict[str, int]:
+    """Bytes of shared memory and of stack, registers, matrix instructions and atomics."""
+    shared = int(binary.metadata.shared)
+    if "cubin" not in binary.asm:
+        text = binary.asm["amdgcn"]
+        count = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text)}
+        found = {"stack": count["private_segment_fixed_size"], "registers": count["vgpr_count"]}
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary.asm["cubin"])
+            file.flush()
+            used = tool("cuobjdump", "--dump-resource-usage", file.name)
+            text = tool("nvdisasm", file.name)
+        registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", used)[0]
+        found = {"stack": int(stack), "registers": int(registers)}
+    atomics = len(re.findall(r"\b(?:ATOM|RED|ATOMG|ATOMS)\b|_atomic_", text))
+    return {"shared": shared, **found, "matrix": len(re.findall(MATRIX, text)), "atomics": atomics}
+
+
+def tool(name: str, *arguments: str) -> str:
+    """What one of the programs says that come with Triton."""
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None, "the gate has imported Triton"
+    assert spec.origin is not None, "Triton is a package on disk"
+    program = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(program), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def why_not(target: str, found: dict[str, int], needs_matrix: bool) -> str | None:
+    """Why a compiled kernel does not pass; None if it does."""
+    limit = SHARED[TARGETS[target][0]]
+    if found["stack"]:
+        return f"{found['stack']} bytes of stack"
+    if found["shared"] > limit:
+        return f"{found['shared']} bytes of shared memory, at most {limit} are there"
+    if needs_matrix and not found["matrix"]:
+        return "no matrix instruction"
+    return f"{found['atomics']} atomics" if found["atomics"] else None
+
+
+def with_tiles(call: Launch, tiles: Tiles) -> Launch:
+    """The launch as it would be with these tiles."""
+    sizes = {"BT": max(tiles.BT, call.sizes["MP"]), "BP": tiles.BP, "BR": tiles.BR}
+    return call._replace(sizes=call.sizes | sizes, warps=tiles.warps, stages=tiles.stages)
+
+
+def judge(target: str, shape: Shape, launches: list[Launch]) -> tuple[dict[str, dict[str, int]], str | None]:
+    """What the binaries of a shape's kernels say, and why one of them does not pass."""
+    found: dict[str, dict[str, int]] = {}
+    for call in launches:
+        name = call.kernel + (" back" if call.sizes.get("BACK") else "")
+        if name in found:
+            continue
+        try:
+            found[name] = facts(compile_for(target, call))
+            reason = why_not(target, found[name], call.kernel.startswith("ssd."))
+        except Exception as problem:  # Triton's compiler raises of many kinds
+            reason = f"does not compile: {type(problem).__name__}"
+        if reason is not None:
+            return found, f"{name}: {reason}"
+    return found, None
+
+
+def run(target: str, shape: Shape, chosen: dict[str, list[int]]) -> dict[str, Any]:
+    """A row of the table; for the core, `chosen` gets the first tiles that fit a pass."""
+    row: dict[str, Any] = {"target": target, "shape": shape.name, "dtype": str(shape.dtype).removeprefix("torch.")}
+    if not shape.name.startswith("ssd"):
+        found, reason = judge(target, shape, shape.launches)
+        return row | {"kernels": found, "reason": reason}
+    pass_ = "backward" if shape.name.endswith("backward") else "forward"
+    key = f"{pass_} {shape.launches[0].sizes['IN']}"
+    tried = [Tiles(*chosen[key])] if key in chosen else CANDIDATES[pass_]
+    for tiles in tried:
+        found, reason = judge(target, shape, [with_tiles(call, tiles) for call in shape.launches])
+        row |= {"tiles": list(tiles), "kernels": found, "reason": reason}
+        if reason is None:
+            chosen[key] = list(tiles)
+            break
+    return row
+
+
+def main(targets: list[str]) -> None:
+    fresh = {"triton": importlib.metadata.version("triton"), "source": source_hash()}
+    table = json.loads(TABLE.read_text("utf-8")) if TABLE.is_file() else {}
+    if {name: table.get(name) for name in fresh} != fresh:
+        table = {**fresh, "tiles": {}, "refused": {}, "rows": []}
+    done = {(row["target"], row["shape"], row["dtype"]) for row in table["rows"]}
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in shapes(dtype):
+            for target in targets or TARGETS:
+                if (target, shape.name, str(dtype).removeprefix("torch.")) in done:
+                    continue
+                row = run(target, shape, table["tiles"].setdefault(target, {}))
+                table["rows"].append(row)
+                if row["reason"] is not None:
+                    name = f"{row['shape']}, {row['dtype']}"
+                    table["refused"].setdefault(target, {})[name] = f"the compile gate refused it: {row['reason']}"
+                TABLE.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+                print(target, row["shape"], row["dtype"], row.get("tiles", ""), row["reason"] or "fits", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""Tiles of the SSD core per architecture, from the table that the compile gate writes; nothing is tuned at run time."""
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mambakit.kernels.triton.backend import interpreted
+
+TABLE = Path(__file__).with_name("gate.json")
+
+
+class Tiles(NamedTuple):
+    BT: int
+    """Rows of a chunk, tokens times ranks."""
+    BP: int
+    BR: int
+    warps: int
+    stages: int = 1
+
+
+CANDIDATES = {
+    "forward": (Tiles(64, 64, 64, 4), Tiles(64, 32, 32, 4), Tiles(32, 32, 32, 4), Tiles(16, 32, 32, 4)),
+    "backward": (Tiles(32, 32, 32, 4), Tiles(32, 16, 16, 4), Tiles(16, 32, 32, 4), Tiles(16, 16, 16, 4)),
+}
+"""In the order in which the gate tries them; the first that fits is the table's."""
+
+
+def cache_folder() -> Path:
+    """For what was found on this machine's devices: verdicts and tiles."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mambakit" / "triton"
+
+
+@cache
+def table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text("utf-8")) if TABLE.is_file() else {"tiles": {}, "refused": {}}
+
+
+@cache
+def tuned() -> dict[str, Any]:
+    """What `mambakit tune` found."""
+    file = cache_folder() / "tiles.json"
+    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+@cache
+def target_of(index: int | None) -> str:
+    """The gate's word for a device."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def tiles_for(pass_: str, parts: int, device: torch.device) -> Tiles:
+    """For a pass with `parts` bfloat16 numbers per input; the smallest where the table does not know the device."""
+    if device.type != "cuda":
+        return CANDIDATES[pass_][0]
+    key = f"{pass_} {parts}"
+    for found in (
+        tuned().get(torch.cuda.get_device_name(device), {}),
+        table()["tiles"].get(target_of(device.index), {}),
+    ):
+        if key in found:
+            return Tiles(*found[key])
+    return CANDIDATES[pass_][-1]
+
+
+def why_refused(shape: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the gate found that a shape does not fit a device."""
+    if interpreted() or device.type != "cuda":
+        return None
+    name = f"{shape}, {str(dtype).removeprefix('torch.')}"
+    return table()["refused"].get(target_of(device.index), {}).get(name)
+
+
+why_refused._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,48 @@
+"""Triton's kernels under the claims of every backend, in its interpreter: no GPU is needed, and none was ever used.
+
+Triton decides when a kernel is defined whether it will be compiled or interpreted, so each claim has a process of its
+own, with `TRITON_INTERPRET=1`: there the lists of backends have one more entry.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: mambakit[gpu]"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="it starts processes such as this one"),
+]
+# File and what of it: the interpreter is slow, so of long lists some.
+CLAIMS = {
+    "agreement": (
+        "test_agreement.py",
+        "triton and (any_length or dtypes or narrow or autocast or strided or untouched)",
+    ),
+    "recurrence": ("test_agreement.py", "triton and (recurrence[5- or segments[0.5-3)"),
+    "gradients": ("test_gradients.py", "triton and not all_seven and not segments and not one_input"),
+    "all gradients": ("test_gradients.py", "triton and (gradients[5- or segments[0.6-4)"),
+    "conv": ("test_causal_conv.py", "triton and (infinities or silu or loop[17-3 or whole[3-4)"),
+    "norm": ("test_norm.py", "triton and (golden or loop[shape2-4)"),
+    "scan": ("test_selective_scan.py", "triton and not around_the_scan"),
+    "around the scan": ("test_selective_scan.py", "triton and around_the_scan and 9"),
+    "guards": ("test_triton_kernels.py", "outside or order"),
+    "sizes": ("test_triton_kernels.py", "not outside and not order"),
+    "parts": ("test_triton_kernels.py", "products or (odd and (33 or 9)) or every_dtype"),
+}
+# Products in parts, as on a GPU, take the interpreter several times as long.
+IN_PARTS = {"parts": {"MAMBAKIT_TRITON_PARTS": "1"}}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_in_the_interpreter(claim):
+    file, which = CLAIMS[claim]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "triton_plugin", "-p", "no:cacheprovider"]
+    path = os.pathsep.join((str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, **IN_PARTS.get(claim, {})}
+    done = subprocess.run([*command, str(HERE / file), "-k", which], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,0 +1,227 @@
+"""What Triton's kernels alone have to show, in its interpreter; started by test_triton_interpreter.py."""
+
+import importlib
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import test_kernel_mix as mix
+from blocks import make_block, random_cache, tokens
+from cases import INTERPRETED, core_heads, core_inputs, random_segments
+from compare import check, error, gradients, leaves
+from mambakit import SsdPath, ssd
+from mambakit.ops.backends import use_backend
+from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, MAMBA2_STEP, MAMBA3_STEP
+from mambakit.ops.operation import Kernel, TorchOperation
+from mambakit.ops.selective_scan import SELECTIVE_SCAN
+from mambakit.ops.ssd import SSD
+from oracles.ssd import core
+from test_kernel_step import walk, wide
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the processes of test_triton_interpreter.py")
+PARTS = os.environ.get("MAMBAKIT_TRITON_PARTS") == "1"
+STEPPED = (
+    "mamba1",
+    "mamba2",
+    "mamba2-groups",
+    "mamba2-mlp",
+    "mamba3",
+    "mamba3-mimo",
+    "mamba3-rank1",
+    "mamba3-still",
+    "mamba3-burn",
+)
+STEPS = (MAMBA1_STEP_CONV, MAMBA1_STEP, MAMBA2_STEP, MAMBA3_STEP)
+
+# b, s, m, h, p, g, r: together every size of a list of odd ones.
+ODD = [
+    (1, 65, 1, 1, 1, 1, 256),
+    (1, 64, 2, 1, 7, 1, 100),
+    (1, 63, 1, 2, 48, 1, 3),
+    (1, 9, 3, 1, 80, 1, 16),
+    (2, 5, 4, 2, 128, 2, 1),
+    (1, 33, 1, 1, 16, 1, 128),
+    (1, 1, 4, 2, 7, 1, 3),
+]
+
+
+def run(function, inputs: dict[str, Tensor], heads: dict[str, Tensor], **options) -> tuple[dict, dict]:
+    y, state = function(**inputs, **options)
+    found = {"y": y, "state": state}
+    return found, gradients(found, heads, inputs)
+
+
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_odd_sizes(shape):
+    inputs = core_inputs(*shape, dtype=torch.float32)
+    heads, segments = core_heads(inputs), random_segments(*shape[:2], chance=0.03)
+    got, d_got = run(ssd, leaves(inputs), heads, path=SsdPath(backend="triton"), segments_bs=segments)
+    want, d_want = run(core, leaves(inputs, torch.float64), heads, segments_bs=segments)
+    check(1e-5, got, want)
+    check(1e-4, d_got, d_want)
+
+
+@pytest.mark.parametrize("kind", ["conv", "finish", "norm", "prepare"])
+def test_random_shapes(kind):
+    """The shapes of the CPU kernels' own test, without the large ones."""
+    cases = (c for c in mix.random_cases(kind, 3, 100) if 0 < max(t.numel() for t in c[1].values()) < 700)
+    for _ in range(6):
+        case = next(cases)
+        values, grads = mix.results(case, "triton", torch.float32)
+        want_values, want_grads = mix.results(case, "torch", torch.float64)
+        check(1e-5, values, want_values)
+        check(1e-4, grads, want_grads)
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_steps(name, monkeypatch):
+    ran, call = set(), Kernel.__call__
+    monkeypatch.setattr(
+        Kernel, "__call__", lambda self, *x: ran.add((self.operation.name, self.backend.name)) or call(self, *x)
+    )
+    block = make_block(name, torch.float32)
+    x_bsd, cache = tokens(block, 2, 2), random_cache(block, 2)
+    with use_backend("triton"):
+        got = walk(block, x_bsd, cache)
+    assert (f"{name.split('-')[0]}_step", "triton") in ran
+    check(1e-5, got, walk(wide(block), x_bsd.double(), wide(cache)), floor=1e-3)
+
+
+def step_inputs(name: str) -> tuple[TorchOperation, list]:
+    """What a block hands to its fused step."""
+    found = []
+    block = make_block(name, torch.float32)
+
+    def note(kernel: Kernel, *inputs):
+        if kernel.operation in STEPS:
+            found.append((kernel.operation, [x.detach() if isinstance(x, Tensor) else x for x in inputs]))
+        return call(kernel, *inputs)
+
+    call, Kernel.__call__ = Kernel.__call__, note
+    try:
+        walk(block, tokens(block, 2, 1), random_cache(block, 2))
+    finally:
+        Kernel.__call__ = call
+    return found[-1]
+
+
+def every_call() -> dict[str, tuple[TorchOperation, list]]:
+    """A call of every operation, with all that it may be given."""
+    torch.manual_seed(0)
+    found = {name: (operation, list(x)) for name, (operation, x) in mix.op_inputs().items() if name != "ranks"}
+    core_ones = [t.requires_grad_() for t in core_inputs(2, 11, 2, 4, 3, 2, 5, torch.float32).values()]
+    found["ssd"] = (SSD, [*core_ones, random_segments(2, 11), 4])
+    shapes = ((2, 5, 6), (2, 5, 6), (6, 3), (2, 5, 2, 3), (2, 5, 2, 3), (2, 6, 3), (6,), (2, 5, 6), (6,))
+    scan = [torch.randn(shape).requires_grad_() for shape in shapes]
+    found["scan"] = (SELECTIVE_SCAN, [*scan, torch.rand(2, 5) < 0.3, True])
+    return found | {name: step_inputs(name) for name in ("mamba1", "mamba2", "mamba3-mimo")}
+
+
+def outcome(operation: TorchOperation, inputs: list) -> list[Tensor]:
+    """Outputs and gradients, straight from the kernels."""
+    kernel = operation.kernels["triton"]
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+    outputs = kernel.forward(*inputs)
+    if kernel.backward is None:
+        return outputs
+    make = torch.Generator().manual_seed(3)
+    heads = [torch.randn(y.shape, generator=make) for y in outputs]
+    return [*outputs, *(d for d in kernel.backward(heads, *inputs, [True] * operation.floats) if d is not None)]
+
+
+def guarded(x):
+    """The same tensor in one piece between what must not be read: NaN, or ids of no segment."""
+    if not isinstance(x, Tensor):
+        return x
+    wrong = float("nan") if x.is_floating_point() else True if x.dtype == torch.bool else -7
+    room = torch.full((x.numel() + 200,), wrong, dtype=x.dtype)
+    inside = room[100 : 100 + x.numel()].view(x.shape)
+    return inside.copy_(x.detach())
+
+
+CALLS = every_call() if INTERPRETED else {}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_outside_is_read_and_everything_written(name):
+    """NaN around every input; `torch.empty` is NaN in tests, so what is not written shows."""
+    operation, inputs = CALLS[name]
+    want, got = outcome(operation, inputs), outcome(operation, [guarded(x) for x in inputs])
+    assert all(torch.isfinite(y).all() for y in got)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_programs_in_any_order(name, monkeypatch):
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    operation, inputs = CALLS[name]
+    want = outcome(operation, inputs)
+    set_dim, set_idx, orders = builder.set_grid_dim, builder.set_grid_idx, []
+
+    def shuffle(x, y, z):
+        orders.append(random.sample(range(x), x) if x > 2 else list(range(x))[::-1])
+        set_dim(x, y, z)
+
+    monkeypatch.setattr(builder, "set_grid_dim", shuffle)
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_idx(orders[-1][x], y, z))
+    random.seed(1)
+    got = outcome(operation, inputs)
+    assert any(order != sorted(order) for order in orders)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("name", ["conv", "ssd", "mamba2"])
+def test_opcheck(name):
+    operation, inputs = CALLS[name]
+    torch.library.opcheck(operation.operator, (*inputs, "triton"))
+
+
+def test_compiles_in_one_graph():
+    """One graph for three lengths, forward and backward."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def scan(v, b, c, da, w):
+        return ssd(v, b, c, da, w, w, path=SsdPath(backend="triton"))[0]
+
+    compiled = torch.compile(scan, backend=backend, fullgraph=True, dynamic=True)
+    for length in (5, 7, 9):
+        x = core_inputs(1, length, 1, 2, 3, 1, 4, torch.float32)
+        inputs = [x[name].requires_grad_() for name in ("v_bsmhp", "b_bsmgr", "c_bsmgr", "da_bsh", "w_now_bsh")]
+        y = compiled(*inputs)
+        assert torch.equal(y, scan(*inputs))
+        y.sum().backward()
+    assert len(graphs) == 1
+
+
+def test_every_dtype_sums_in_float32():
+    """bfloat16 and float16 within twice the error of torch's operators, which compute in float32; "triton_fast" not."""
+    for dtype in (torch.bfloat16, torch.float16):
+        data = ("v_bsmhp", "b_bsmgr", "c_bsmgr")
+        inputs = {
+            n: t.to(dtype) if n in data else t for n, t in core_inputs(1, 90, 1, 2, 16, 1, 32, torch.float32).items()
+        }
+        want = dict(zip(("y", "state"), core(**{n: t.double() for n, t in inputs.items()}), strict=True))
+        errors = {}
+        for backend in ("torch", "triton", "triton_fast"):
+            got = dict(zip(("y", "state"), ssd(**inputs, path=SsdPath(backend=backend)), strict=True))
+            errors[backend] = {name: error(got[name], want[name]) for name in want}
+        for name in want:
+            assert errors["triton"][name] <= 2 * errors["torch"][name] + 2e-7, errors
+        assert 1e-4 < errors["triton_fast"]["state"] < 2e-2, errors
+
+
+@pytest.mark.skipif(not PARTS, reason="in a process that takes products in parts")
+@pytest.mark.parametrize(("parts", "bound"), [(3, 3e-7), (2, 3e-5), (1, 1e-2)])
+def test_products_in_parts(parts, bound):
+    """Each part adds eight bits; three make a float32."""
+    x, y, out = torch.randn(32, 32), torch.randn(32, 32), torch.empty(32, 32)
+    importlib.import_module("triton_product").multiply[(1,)](x, y, out, N=32, PARTS=parts)
+    found = error(out, x.double() @ y.double())
+    assert bound / 300 < found < bound
