@@ -6,7 +6,8 @@ python -m benchmarks.speculation --calls    what calls of several tokens of a 13
 Both models are what `mambakit train` makes of Python's standard library, one token per byte: one of ten million
 parameters, and a draft of 0.3 million. Training takes a quarter of an hour on two cores. Prompts are pieces of files
 that they have not seen. Kinds are interleaved, prompt by prompt; times are those of the tokens after the prompts, and
-all kinds have to agree on these. "hostile" is text without any order by a model that has learned nothing.
+all kinds have to agree on these. With one thread they are the processor's, which others on the machine hardly change.
+"hostile" is text without any order by a model that has learned nothing.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def measure(model: mk.LanguageModel, given: list[list[int]], kinds: dict[str, Any], temperature: float) -> list[dict]:
     """Of each kind: tokens per second after the prompts, and what was guessed."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds, guessed, accepted = dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
     for number, ids in enumerate(given):
         said: dict[str, list[int]] = {}
@@ -63,9 +65,9 @@ def measure(model: mk.LanguageModel, given: list[list[int]], kinds: dict[str, An
             asked = "draft" if isinstance(kinds[name], mk.LanguageModel) else "speculate"
             given_options = {"max_new_tokens": NEW, "temperature": temperature, "seed": number, asked: kinds[name]}
             run = mk.stream(model, ids, **given_options)
-            begun = time.perf_counter()
+            begun = clock()
             said[name] = [int(token) for token in run]
-            seconds[name] += time.perf_counter() - begun
+            seconds[name] += clock() - begun
             if run._speculation is not None:
                 guessed[name] += run._speculation.guessed
                 accepted[name] += run._speculation.accepted
