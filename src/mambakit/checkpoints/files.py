@@ -1,11 +1,12 @@
 """Finding and reading the files of a checkpoint. Nothing here runs what a file says."""
 
 import json
+import math
 import os
 import re
 import reprlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ MAX_JSON_BYTES, MAX_DEPTH = 2**24, 32
 MAX_TENSORS = 100_000
 """More than any model has, and few enough to be read in no time."""
 MAPPINGS = 64
-"""Of one file, at most."""
+"""Of one file, at most twice as many."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PACKED = (*DTYPES, torch.int8, torch.uint8)
 """Of models with quantized weights."""
@@ -177,17 +178,26 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
+            sizes = [math.prod(file.get_slice(name).get_shape()) for name in names[: MAX_TENSORS + 1]]
         if len(names) <= MAX_TENSORS:
             tensors: dict[str, Tensor] = {}
             # Mapped anew for every few: the memory of those that were copied and dropped is free before the last is.
-            few = max(1, -(-len(names) // MAPPINGS))
-            for start in range(0, len(names), few):
+            for few in _in_few(names, sizes):
                 with safe_open(path, framework="pt") as file:
-                    tensors |= {name: file.get_tensor(name) for name in names[start : start + few]}
+                    tensors |= {name: file.get_tensor(name) for name in few}
             return tensors
     except Exception as error:  # SafetensorError, and what torch raises for types and shapes it does not have
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     raise ValueError(f"{path} holds {len(names)} tensors, and at most {MAX_TENSORS} are read")
+
+
+def _in_few(names: list[str], sizes: list[int]) -> Iterator[list[str]]:
+    """Those that are a good part of the whole alone, the others some at a time."""
+    large = sum(sizes) // MAPPINGS
+    small = [name for name, size in zip(names, sizes, strict=True) if size <= large]
+    yield from ([name] for name, size in zip(names, sizes, strict=True) if size > large)
+    few = max(1, -(-len(small) // MAPPINGS))
+    yield from (small[start : start + few] for start in range(0, len(small), few))
 
 
 def _read_bin(path: Path) -> Any:

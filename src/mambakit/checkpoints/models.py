@@ -76,8 +76,9 @@ def load_model(
             given = {"a_activation": a_activation, "norm_group_size": norm_group_size, "dt_limit": dt_limit}
             return merge_lora(load_lora(load_model(base_of(place), dtype=dtype, device=device, **given), place))
         name, found = read_config(place / CONFIG)
-        stored = read_tensors(place, PACKED if found.quantization else DTYPES)
-        tensors = with_embedding_called(found.names.embedding, stored)
+        dtypes = PACKED if found.quantization else DTYPES
+        # Nobody else holds them: the memory of those that were copied is free before the last is.
+        tensors = with_embedding_called(found.names.embedding, read_tensors(place, dtypes))
     config = with_choices(name, found, a_activation=a_activation, norm_group_size=norm_group_size, dt_limit=dt_limit)
     embedding = found.names.embedding
     try:

@@ -297,11 +297,9 @@ def encoded_integers(weight: Tensor) -> Tensor:
         scale_og1 = (most_og * (255 / 127 * stretch)).round().clamp(max=255).int()[..., None]
         of_scale = [value.take(scale_og1.long()) for value in values.unbind(1)]
         code_ogi = torch.zeros_like(weight_ogi, dtype=torch.uint8)
-        value_ogi = of_scale[0].expand_as(weight_ogi)
         for below, above in itertools.pairwise(of_scale):
-            is_above = weight_ogi > (below + above) / 2
-            code_ogi += is_above
-            value_ogi = torch.where(is_above, above, value_ogi)
+            code_ogi += weight_ogi > (below + above) / 2
+        value_ogi = values.flatten().index_select(0, (16 * scale_og1 + code_ogi).flatten()).view_as(weight_ogi)
         tried = scale_og1, code_ogi, (weight_ogi - value_ogi).square().sum(-1, keepdim=True)
         best = (
             tried if best is None else tuple(torch.where(tried[2] < best[2], *p) for p in zip(tried, best, strict=True))
