@@ -30,6 +30,7 @@ CLAIMS = {
     "norm": ("test_norm.py", "triton and (golden or loop[shape2-4)"),
     "scan": ("test_selective_scan.py", "triton and not around_the_scan"),
     "around the scan": ("test_selective_scan.py", "triton and around_the_scan and 9"),
+    "proof": ("test_triton_proof.py", "test"),
     "guards": ("test_triton_kernels.py", "outside or order"),
     "sizes": ("test_triton_kernels.py", "not outside and not order"),
     "parts": ("test_triton_kernels.py", "products or (odd and (33 or 9)) or every_dtype"),
