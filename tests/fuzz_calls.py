@@ -30,7 +30,7 @@ from fuzz_draws import CALLS, Call
 from fuzz_kinds import KINDS, changed, fake_mode, has_numbers, made, mutated, of_kind, places, widened
 from mambakit import AttentionCache, use_backend
 
-BATCH = 250
+BATCH = 1000
 PATIENCE = 60
 """Seconds for a call that does not end."""
 OURS = str(Path(mambakit.__file__).parent)

@@ -105,9 +105,18 @@ def test_a_tokenizer_beside_the_weights_or_given(tmp_path, capsys):
 
 
 def test_bad_input_is_one_line_and_exit_code_2(model_dir, tmp_path, capsys):
+    silent, huge = tmp_path / "silent.json", tmp_path / "huge.json"
+    for path, id in ((silent, 0), (huge, 2**32 - 1)):
+        words = {"type": "WordLevel", "vocab": {"a": id}, "unk_token": "b"}
+        path.write_text(json.dumps({"version": "1.0", "model": words}))
     for arguments, message in [
         ([tmp_path / "absent", "--prompt=x", "--tokenizer=bytes"], "there is no directory"),
         ([model_dir, "--prompt=x", "--temperature=-1"], "temperature"),
+        ([model_dir, "--prompt=x", "--repetition-penalty=1e-40"], "repetition_penalty is 1e-40"),
+        ([model_dir, "--prompt=x", "--device=vulkan"], "device is 'vulkan', which torch does not know or have here"),
+        ([model_dir, "--prompt=x", "--device=meta"], "the model is on the meta device"),
+        ([model_dir, "--prompt=x", "--tokenizer", silent], "silent.json does not take this text"),
+        ([model_dir, "--prompt=x", "--tokenizer", huge], "huge.json has ids up to 4,294,967,295"),
         ([model_dir, "--prompt=x", "--chat"], "leave out --prompt"),
         ([model_dir, "--prompt=x", "--tokenizer", tmp_path / "none.json"], "there is no file or folder"),
     ]:

@@ -111,6 +111,7 @@ def test_the_key_may_come_from_the_environment(model_dir, monkeypatch):
     ("arguments", "message"),
     [
         (["--max-body", "0"], "--max-body is 0, expected at least 1"),
+        (["--max-session-bytes", "-1"], "--max-session-bytes is -1, expected at least 1"),
         (["--port", "70000"], "expected 0 to 65535"),
         (["--timeout", "0"], "expected seconds"),
         (["--api-key", " "], "--api-key is empty"),

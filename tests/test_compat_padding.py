@@ -39,6 +39,16 @@ def test_causal_conv1d_update(tokens, ring):
     check_slots(run, torch.randn(4, V, 6), **batch)
 
 
+def test_a_state_that_is_overwritten_has_gradients():
+    """What the derivative needs of the state is that of before."""
+    update = official("causal_conv1d", "causal_conv1d_update")
+    x, state, weight = torch.randn(2, V), torch.randn(2, V, 6), torch.randn(V, K, requires_grad=True)
+    past = torch.cat([state[:, :, 7 - K :], x[..., None]], 2)
+    update(x, state, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, past.sum(0))
+    torch.testing.assert_close(state[:, :, -1], x)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("heads", [False, True])
 def test_selective_state_update(heads, tied):

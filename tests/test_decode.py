@@ -311,6 +311,30 @@ def test_any_number_of_rows(name, bits):
     assert off < {32: 1e-4}.get(bits, 2e-2)
 
 
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "attention"])
+def test_half_precision(name):
+    """As near to the same weights in float64 as a step by modules, with caches of the model's own dtypes."""
+    model = larger_model(name).to(torch.bfloat16)
+    wide, ids = copy.deepcopy(model).double(), torch.arange(2 * 9).view(2, 9) % VOCABULARY
+    with torch.no_grad():
+        cache = model(ids)[1]
+        decoders = [make_decoder(model, backend) for backend in ("auto", "torch")]
+        assert [type(decoder) for decoder in decoders] == [Decoder, StepByStep]
+        errors = []
+        want, _ = wide.step(ids[:, 0], caches.to(cache, dtype=torch.float64))
+        for decoder in decoders:
+            decoder.load(cache)
+            logits = decoder.step(ids[:, 0])
+            errors.append(float((logits.double() - want).norm() / want.norm()))
+            assert [t.dtype for t in tensors_of(decoder.cache())] == [t.dtype for t in tensors_of(cache)]
+        assert errors[0] <= 1.1 * errors[1], errors
+        decoders[0].load(cache)
+        before = decoders[0].step(ids[:, 0])
+        model.backbone.norm_f.weight *= 2  # seen from the next load on
+        decoders[0].load(cache)
+        assert error(decoders[0].step(ids[:, 0]), 2 * before) < 1e-2
+
+
 @pytest.mark.parametrize("isa", ["plain", "avx2"])
 def test_every_instruction_set(isa):
     if isa not in library().usable or library().instruction_set == isa:

@@ -107,23 +107,39 @@ except ValueError as error:
 """
 
 
+def compiled(folder, layouts):
+    """A library that declares these, and has nothing else but threads."""
+    text = ", ".join(f'"{layout}"' for layout in layouts)
+    source, library = folder / "stale.cpp", folder / "stale.so"
+    source.write_text(
+        f'extern "C" int mk_can_run_plain() {{ return 1; }}\nstatic const char* all[] = {{{text}}};\n'
+        'extern "C" void mk_set_threads(void*, void*) {}\n'
+        f'extern "C" const char* mk_layout_plain(long n) {{ return n < {len(layouts)} ? all[n] : nullptr; }}\n'
+    )
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", source, "-o", library], check=True)
+    return library
+
+
 @needs_compiler
 def test_a_library_of_other_sources_is_refused(tmp_path):
     """One whose Mamba2Step lacks a field, as an older one would."""
     layouts = [text.replace("int64_t heads, p, r,", "int64_t heads, p,") for text in library()._layouts()]
-    text = ", ".join(f'"{layout}"' for layout in layouts)
-    source, stale = tmp_path / "stale.cpp", tmp_path / "stale.so"
-    source.write_text(
-        f'extern "C" int mk_can_run_plain() {{ return 1; }}\nstatic const char* all[] = {{{text}}};\n'
-        f'extern "C" const char* mk_layout_plain(long n) {{ return n < {len(layouts)} ? all[n] : nullptr; }}\n'
-    )
-    subprocess.run([str(COMPILER), "-shared", "-fPIC", source, "-o", stale], check=True)
+    stale = compiled(tmp_path, layouts)
     doctor, error = output_of(STALE, {"MAMBAKIT_KERNELS": str(stale)}).splitlines()
     for line in (doctor, error):
         assert "stale.so was built from other sources" in line
         assert "Mamba2Step has int64_t groups there where int64_t r is expected" in line
         assert "make kernels" in line
     assert "'built': False" in doctor
+
+
+@needs_compiler
+def test_a_library_without_a_function_is_refused(tmp_path):
+    """One with the same structs from before processors were asked for more than vectors."""
+    stale = compiled(tmp_path, list(library()._layouts()))
+    for line in output_of(STALE, {"MAMBAKIT_KERNELS": str(stale)}).splitlines():
+        assert "stale.so was built from other sources" in line
+        assert "mk_set_extension() is missing there" in line
 
 
 @pytest.mark.parametrize(

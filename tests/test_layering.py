@@ -14,7 +14,7 @@ LEVELS = [
     {"ops"},
     {"blocks"},
     {"models"},
-    {"checkpoints", "text"},
+    {"checkpoints", "text", "parallel"},
     {"inference", "training"},
     {"tools", "serving"},
     {"compat", "cli"},

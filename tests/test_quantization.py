@@ -426,6 +426,15 @@ def test_a_checkpoint_has_the_same_bits(name, bits, activations, tmp_path):
     assert described["lm_head"] == (plain[bits] if activations else narrow)
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_in_place(bits):
+    model, again = make_model("mamba1"), make_model("mamba1")
+    want, got = quantize(model, bits).state_dict(), quantize(again, bits, in_place=True)
+    assert got is again
+    assert want.keys() == got.state_dict().keys()
+    assert all(torch.equal(tensor, want[key]) for key, tensor in got.state_dict().items())
+
+
 def test_choices():
     model = make_model("mamba2")
     mixed = quantize(model, 4, head_bits=8)

@@ -151,3 +151,28 @@ def test_a_tokenizer_that_does_not_fit(tmp_path):
         mk.generate_text(make_model(), Bytes(), "x")
     with pytest.raises(ValueError, match="encode takes a str, got a bytes"):
         mk.load_tokenizer("bytes").encode(b"x")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": None}, "model is a NoneType, expected a LanguageModel"),
+        ({"prompt": None}, "messages have to be a list of objects"),
+        ({"prompt": "\ud800"}, "text holds half of a surrogate pair"),
+        ({"stop": 0.5}, "stop is a float, expected an id, a text"),
+        ({"stop": "\ud800"}, "stop holds half of a surrogate pair"),
+        ({"max_new_tokens": "3"}, "max_new_tokens is '3', expected a whole number"),
+    ],
+)
+def test_text_of_what_is_none(changed, message):
+    given = {"model": make_model(), "tokenizer": mk.load_tokenizer("bytes"), "prompt": "x", "max_new_tokens": 2}
+    with pytest.raises(ValueError, match=message):
+        mk.generate_text(**given | changed)
+
+
+@pytest.mark.parametrize(
+    "ids", [None, "x", [0.5], [-1], [2**40], torch.zeros(2, 2), torch.zeros(2, device="meta")], ids=str
+)
+def test_ids_that_are_none(ids):
+    with pytest.raises(ValueError, match=r"^ids (is|holds) "):
+        mk.load_tokenizer("bytes").decode(ids)

@@ -61,8 +61,13 @@ def check_number(
         return
     bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {least:g}"] * (least > -math.inf)
     bounds += [f"at most {most:g}"] * (most < math.inf)
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if not number or value < least or value <= above or value > most:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not abs(value) <= sys.float_info.max
+        or not least <= value <= most
+        or value <= above
+    ):
         raise ValueError(f"{name} is {shown(value)}, expected a finite number {' and '.join(bounds)}")
 
 

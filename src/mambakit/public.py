@@ -1,5 +1,6 @@
 """The public names: `mambakit.X` is `X` here. A new one is imported and listed below, nowhere else."""
 
+import mambakit.parallel as parallel
 from mambakit.blocks import caches
 from mambakit.blocks.attention import Attention, AttentionCache, AttentionConfig
 from mambakit.blocks.mamba1 import Mamba1, Mamba1Cache, Mamba1Config
@@ -109,6 +110,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "merge_lora",
+    "parallel",
     "param_groups",
     "push_to_hub",
     "quantize",

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks import block as rows
+from mambakit.blocks.attention_boundary import gather_rows, pass_positions
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, Slots, register
 from mambakit.blocks.modules import Linear
 from mambakit.ops.attention import ABSENT, attend, attend_one, filled, places
 from mambakit.ops.backends import may_overwrite
+from mambakit.ops.boundary import boundary, linked
 from mambakit.ops.rope import rates, turn, turns
 from mambakit.ops.segments import segment_starts
 from mambakit.ops.shapes import check_readable
@@ -126,7 +128,7 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
         >>> y_bd, cache = attention.step(torch.randn(2, 64), cache)
     """
 
-    config_class, cache_class = AttentionConfig, AttentionCache
+    config_class, cache_class, splits = AttentionConfig, AttentionCache, True
 
     def __init__(self, config: AttentionConfig | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -198,12 +200,25 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
         config, s = self.config, x_bsd.shape[1]
         h, g, p = config.n_heads, config.kv_heads, config.head_width
         starts_bs = segment_starts(segments_bs) if segments_bs is not None and s > 1 else None
+        edge = boundary()
+        last_b = cache.position_b
+        # Nothing is in sight, so no token has been seen: the same for all rows.
+        entering_b = last_b if cache.k_btgp.shape[1] else None
+        if edge is not None:
+            entering_b, last_b = pass_positions(edge, last_b)
         qk_bsXp, v_bsgp = self.in_proj(x_bsd).unflatten(-1, (h + 2 * g, p)).split((h + g, g), dim=2)
         if config.rope_theta is not None:
-            position_bs = positions(cache, s, starts_bs)
+            position_bs = positions(entering_b, s, starts_bs, x_bsd.device)
             qk_bsXp = turn(qk_bsXp, *turns(position_bs, config.rope_width, config.rope_theta, qk_bsXp.dtype))
         q_bshp, k_bsgp = qk_bsXp.split((h, g), dim=2)
         # For decoding: a gradient would reach slots that hold nothing, and a compiler knows no number of slots.
+        if edge is not None and entering_b is not None:
+            k_bSgp, v_bSgp = gather_rows(edge, k_bsgp, v_bsgp)
+            count_jb = edge.facts.length_jb
+            before = self.kept(k_bSgp, v_bSgp, cache, count_jb[: edge.rank].sum(0), entering_b)
+            after = self.kept(k_bSgp, v_bSgp, cache, count_jb.sum(0), last_b)
+            y_bshp = linked(self.attend(q_bshp, k_bsgp, v_bsgp, before, starts_bs), *before[:2])
+            return self.out_proj(y_bshp.flatten(2)), after
         if s == 1 and lengths_b is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             y_bshp, cache = self.one_token(q_bshp, k_bsgp, v_bsgp, cache)
         else:
@@ -219,29 +234,45 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
         starts_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, AttentionCache]:
+        y_bshp = self.attend(q_bshp, k_bsgp, v_bsgp, cache, starts_bs)
+        count_b = torch.full_like(cache.position_b, k_bsgp.shape[1]) if lengths_b is None else lengths_b
+        position_b = cache.position_b + count_b
+        if starts_bs is not None:
+            # Padding belongs to the segment of the last token.
+            start_b = starts_bs[:, -1]
+            position_b = torch.where(start_b > 0, count_b - start_b, position_b)
+        return y_bshp, self.kept(k_bsgp, v_bsgp, cache, count_b, position_b)
+
+    def attend(
+        self, q_bshp: Tensor, k_bsgp: Tensor, v_bsgp: Tensor, cache: AttentionCache, starts_bs: Tensor | None
+    ) -> Tensor:
+        """What tokens read of those in the cache and of each other."""
+        if not q_bshp.shape[1]:
+            return q_bshp
+        k_bTgp, v_bTgp = (
+            torch.cat((kept.to(new.dtype), new), 1) for kept, new in ((cache.k_btgp, k_bsgp), (cache.v_btgp, v_bsgp))
+        )
+        window = self.config.window
+        return attend(
+            q_bshp,
+            k_bTgp,
+            v_bTgp,
+            self.config.softmax_scale,
+            place_bt=places(cache.position_b, cache.k_btgp.shape[1], window),
+            window=window,
+            starts_bs=starts_bs,
+        )
+
+    def kept(
+        self, k_bsgp: Tensor, v_bsgp: Tensor, cache: AttentionCache, count_b: Tensor, position_b: Tensor
+    ) -> AttentionCache:
+        """The cache at `position_b`, after so many tokens of each row."""
         window, (b, s, g, p), t = self.config.window, k_bsgp.shape, cache.k_btgp.shape[1]
         # A zero behind all others is for the slots that stay empty.
         k_bTgp, v_bTgp = (
             F.pad(torch.cat((kept.to(new.dtype), new), 1), (0, 0, 0, 0, 0, 1))
             for kept, new in ((cache.k_btgp, k_bsgp), (cache.v_btgp, v_bsgp))
         )
-        y_bshp = q_bshp
-        if s:
-            y_bshp = attend(
-                q_bshp,
-                k_bTgp[:, :-1],
-                v_bTgp[:, :-1],
-                self.config.softmax_scale,
-                place_bt=places(cache.position_b, t, window),
-                window=window,
-                starts_bs=starts_bs,
-            )
-        count_b = torch.full_like(cache.position_b, s) if lengths_b is None else lengths_b
-        position_b = cache.position_b + count_b
-        if starts_bs is not None:
-            # Padding belongs to the segment of the last token.
-            start_b = starts_bs[:, -1]
-            position_b = torch.where(start_b > 0, count_b - start_b, position_b)
         slots = self.slots(position_b)
         place_bt = places(position_b, slots, window)
         new_bt = place_bt + count_b[:, None]
@@ -250,7 +281,7 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
         row_b1 = (t + s + 1) * torch.arange(b, device=place_bt.device)[:, None]
         taken = (row_b1 + source_bt).flatten()
         k_btgp, v_btgp = (x.flatten(0, 1).index_select(0, taken).view(b, slots, g, p) for x in (k_bTgp, v_bTgp))
-        return y_bshp, AttentionCache(k_btgp, v_btgp, position_b)
+        return AttentionCache(k_btgp, v_btgp, position_b)
 
     def one_token(
         self, q_b1hp: Tensor, k_b1gp: Tensor, v_b1gp: Tensor, cache: AttentionCache
@@ -267,11 +298,10 @@ class Attention(rows.Block[AttentionConfig, AttentionCache]):
         return y_bhp[:, None], AttentionCache(k_btgp, v_btgp, position_b)
 
 
-def positions(cache: AttentionCache, s: int, starts_bs: Tensor | None) -> Tensor:
-    """Of `s` new tokens, from 0 in each segment but the first."""
-    index_1s = torch.arange(s, device=cache.position_b.device)[None]
-    # Nothing is in sight, so no token has been seen: the same for all rows.
-    position_bs = index_1s if cache.k_btgp.shape[1] == 0 else cache.position_b[:, None] + index_1s
+def positions(entering_b: Tensor | None, s: int, starts_bs: Tensor | None, device: torch.device) -> Tensor:
+    """Of `s` new tokens, from 0 in each segment but the first; None if no row has seen any."""
+    index_1s = torch.arange(s, device=device)[None]
+    position_bs = index_1s if entering_b is None else entering_b[:, None] + index_1s
     return position_bs if starts_bs is None else torch.where(starts_bs > 0, index_1s - starts_bs, position_bs)
 
 

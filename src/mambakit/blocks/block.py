@@ -19,6 +19,7 @@ from mambakit.blocks.modules import Linear, is_plain
 from mambakit.blocks.param_groups import param_groups
 from mambakit.blocks.words import check_known
 from mambakit.ops.backends import PLAIN_TENSORS
+from mambakit.ops.boundary import boundary
 from mambakit.ops.shapes import check_beside, check_dense, check_readable, check_tensors
 from mambakit.ops.ssd_path import SsdPath
 
@@ -45,6 +46,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
     cache_class: type[Any]
     entry = "in_proj"
     """The module or parameter that meets the input first."""
+    splits = False
+    """Whether `run` knows of a `boundary()`: tokens may be shares of sequences that other ranks go on with."""
     config: Config
 
     def __init__(self, config: Config | None = None, **fields: Any):
@@ -120,14 +123,17 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
             cache = self.fresh_cache(rows)
         else:
             self.check_cache(cache, rows, x_bsd)
-        ids_bs = None
+        edge, ids_bs = boundary(), None
         if reset_bs is not None:
             check_flags("reset_bs", reset_bs, x_bsd)
             ids_bs = reset_bs.bool().cumsum(1)
         config = self.config
         x_bsd = x_bsd if config.in_scale == 1 else x_bsd * config.in_scale
         if mask_bs is None and cu_seqlens is None:
-            if ids_bs is not None and s:
+            if edge is not None:
+                length_b = torch.full((b,), s, device=x_bsd.device)
+                edge.learn(length_b, ids_bs, ids_bs[:, 0] > 0 if ids_bs is not None and s else None)
+            elif ids_bs is not None and s:
                 cache = self.restarted(cache, ids_bs[:, 0] > 0)
                 # The cache is now that of the first token, which may be all there is: an ordinary step.
                 ids_bs = None if s == 1 else ids_bs
@@ -138,13 +144,16 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         if mask_bs is not None:
             check_flags("mask_bs", mask_bs, x_bsd)
         layout = lay_out(mask_bs, cu_seqlens, b, s, rows, x_bsd.device)
-        segments = leaving = None
+        segments = entering = leaving = None
         if ids_bs is not None:
             segments, entering, leaving = layout.resets(ids_bs)
+        if edge is not None:
+            edge.learn(layout.lengths_r, segments, entering, leaving)
+        elif entering is not None:
             cache = self.restarted(cache, entering)
         with path.around():
             y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
-        if leaving is not None:
+        if leaving is not None and edge is None:
             cache = self.restarted(cache, leaving)
         y_rld = y_rld if config.out_scale == 1 else y_rld * config.out_scale
         return layout.scatter(y_rld, b, s), cache
@@ -157,14 +166,13 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
 
     def restarted(self, cache: Cache, fresh_b: Tensor) -> Cache:
         """`cache` with the rows of `fresh_b` as a fresh cache has them."""
-        if none_of(fresh_b):
+        rows = seen(fresh_b)
+        if rows == []:
             return cache
         new = self.fresh_cache(1)
         return type(cache)(
             *(
-                torch.where(fresh_b.view(-1, *[1] * (old.dim() - 1)), fresh.to(old.dtype), old)
-                if isinstance(old, Tensor)
-                else old
+                replaced(old, fresh.to(old.dtype), fresh_b, rows) if isinstance(old, Tensor) else old
                 for fresh, old in zip(new, cache, strict=True)
             )
         )
@@ -321,11 +329,21 @@ def resets(reset_b: Tensor | None, x_b: Tensor) -> Options:
     return {"reset_bs": reset_b[:, None]}
 
 
-def none_of(flags_b: Tensor) -> bool:
-    """Whether none is set, where looking costs nothing: no device to wait for, no compiler or gradient to mislead."""
+def seen(flags_b: Tensor) -> list[int] | None:
+    """Which are set; None unless looking costs nothing: no device to wait for, no compiler or gradient to mislead."""
     if not flags_b.is_cpu or type(flags_b) is not Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    return not torch._C._are_functorch_transforms_active() and not flags_b.any()
+        return None
+    return None if torch._C._are_functorch_transforms_active() else flags_b.nonzero()[:, 0].tolist()
+
+
+def replaced(old: Tensor, fresh: Tensor, flags_b: Tensor, rows: list[int] | None) -> Tensor:
+    """`old` with `fresh`, a batch of one, in the flagged rows. Where these are known, copies are all it takes."""
+    if rows is None:
+        return torch.where(flags_b.view(-1, *[1] * (old.dim() - 1)), fresh, old)
+    changed = old.clone()
+    for row in rows:
+        changed[row] = fresh[0]
+    return changed
 
 
 def check_options(module: nn.Module, options: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from mambakit.blocks.config import BlockConfig, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import CausalConv1d, Linear, RMSNorm, convolve_silu, init_dt_bias, is_plain, mark
 from mambakit.ops.activations import softplus
+from mambakit.ops.boundary import boundary, linked, pass_state
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, is_step, take_step
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
@@ -98,7 +99,7 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         (torch.Size([2, 100, 64]), torch.Size([2, 64]))
     """
 
-    config_class, cache_class = Mamba1Config, Mamba1Cache
+    config_class, cache_class, splits = Mamba1Config, Mamba1Cache, True
 
     def __init__(self, config: Mamba1Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -170,7 +171,8 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
             raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
         r = self.config.state_rank
         projected_bsX = self.in_proj(x_bsd)
-        if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
+        edge = boundary()
+        if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
             fused = self.fused_step(projected_bsX, cache)
             if fused is not None:
                 return fused
@@ -180,21 +182,25 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         )
         dt_bsR, b_bsr, c_bsr = self.norm_dt_b_c(self.x_proj(x_bsi)).split((self.config.dt_width, r, r), dim=-1)
         dt_bsi = self.dt_proj(dt_bsR)
-        if lengths_b is not None:
+        # What hides padding is a step size of zero, which no softplus gives.
+        softplus_inside = lengths_b is None and edge is None
+        if not softplus_inside:
             dt_bsi = rows.hide_padding(softplus(dt_bsi), lengths_b)
+        a_ir = -torch.exp(self.A_log.to(torch.promote_types(dt_bsi.dtype, torch.float32)))
+        inputs = (x_bsi, dt_bsi, a_ir, b_bsr[:, :, None], c_bsr[:, :, None])
+        entering_bir, last_bir = cache.ssm_bir, None
+        if edge is not None:
+            _, written_bir = selective_scan(*inputs, torch.zeros_like(cache.ssm_bir), segments_bs=segments_bs)
+            decay_bir = torch.exp(a_ir * dt_bsi.sum(1)[..., None])
+            decay_bir = decay_bir.masked_fill(edge.facts.is_cut_jb[edge.rank][:, None, None], 0)
+            entering_bir, last_bir = pass_state(
+                edge, written_bir, decay_bir, cache.ssm_bir, lambda: self.fresh_cache(1).ssm_bir
+            )
         y_bsi, state_bir = selective_scan(
-            x_bsi,
-            dt_bsi,
-            -torch.exp(self.A_log.to(torch.promote_types(dt_bsi.dtype, torch.float32))),
-            b_bsr[:, :, None],
-            c_bsr[:, :, None],
-            cache.ssm_bir,
-            skip_i=self.D,
-            z_bsi=z_bsi,
-            # What hides padding is a step size of zero, which no softplus gives.
-            dt_softplus=lengths_b is None,
-            segments_bs=segments_bs,
+            *inputs, entering_bir, skip_i=self.D, z_bsi=z_bsi, dt_softplus=softplus_inside, segments_bs=segments_bs
         )
+        if last_bir is not None:
+            y_bsi, state_bir = linked(y_bsi, entering_bir), last_bir
         return self.out_proj(y_bsi.to(z_bsi.dtype)), Mamba1Cache(window_bik, state_bir)
 
     def norm_dt_b_c(self, dt_b_c_bsX: Tensor) -> Tensor:

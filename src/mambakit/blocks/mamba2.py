@@ -21,6 +21,7 @@ from mambakit.blocks.modules import (
     mark,
 )
 from mambakit.ops.activations import step_size
+from mambakit.ops.boundary import boundary, linked, own_writes, pass_state
 from mambakit.ops.fused_step import MAMBA2_STEP, is_step, take_step
 from mambakit.ops.norm import finish
 from mambakit.ops.shapes import cast
@@ -149,7 +150,7 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         True
     """
 
-    config_class, cache_class = Mamba2Config, Mamba2Cache
+    config_class, cache_class, splits = Mamba2Config, Mamba2Cache, True
 
     def __init__(self, config: Mamba2Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -225,7 +226,8 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         config = self.config
         width, mlp, gr = config.ssm_width, config.inner_width - config.ssm_width, config.ngroups * config.state_rank
         projected_bsX = self.multiply(self.in_proj(x_bsd))
-        if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
+        edge = boundary()
+        if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
             fused = self.fused_step(projected_bsX, cache)
             if fused is not None:
                 return fused
@@ -242,10 +244,22 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         dt_bsh = step_size(dt_bsh, self.dt_bias, config.dt_limit)
         dt_bsh = rows.hide_padding(dt_bsh, lengths_b)
         da_bsh = -dt_bsh * torch.exp(self.A_log.to(dt_bsh.dtype))
-        y_bsmhp, state_bhpr = scan(x_bsmhp, b_bsmgr, c_bsmgr, da_bsh, dt_bsh, dt_bsh, cache.ssm_bhpr, path, segments_bs)
+        y_start = state_start = None
         if config.learnable_init_states and segments_bs is not None:
             y_start, state_start = learned_start(self.init_states, c_bsmgr, da_bsh, segments_bs)
+        state_bhpr = after_bhpr = cache.ssm_bhpr
+        if edge is not None:
+            written_bhpr, decay_bh = own_writes(x_bsmhp, b_bsmgr, da_bsh, dt_bsh, segments_bs)
+            written_bhpr = written_bhpr if state_start is None else written_bhpr + state_start
+            state_bhpr, after_bhpr = pass_state(
+                edge, written_bhpr, decay_bh, state_bhpr, lambda: self.fresh_cache(1).ssm_bhpr
+            )
+        entering_bhpr = state_bhpr
+        y_bsmhp, state_bhpr = scan(x_bsmhp, b_bsmgr, c_bsmgr, da_bsh, dt_bsh, dt_bsh, state_bhpr, path, segments_bs)
+        if y_start is not None and state_start is not None:
             y_bsmhp, state_bhpr = y_bsmhp + y_start.to(y_bsmhp.dtype), state_bhpr + state_start
+        if edge is not None:
+            y_bsmhp, state_bhpr = linked(y_bsmhp, entering_bhpr), after_bhpr
 
         y_bsi = self.gate(y_bsmhp.flatten(-2), x_bsi, z_bsi)
         if mlp:

@@ -12,8 +12,10 @@ from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types
 from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_flops
 from mambakit.blocks.fixed_point import response
+from mambakit.blocks.mamba3_boundary import pass_cache
 from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, last_token, mark
 from mambakit.ops.activations import heavy_tail, softplus, step_size
+from mambakit.ops.boundary import boundary, linked
 from mambakit.ops.expand_ranks import expand_ranks
 from mambakit.ops.fused_step import MAMBA3_STEP, is_step, take_step
 from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
@@ -188,7 +190,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         True
     """
 
-    config_class, cache_class = Mamba3Config, Mamba3Cache
+    config_class, cache_class, splits = Mamba3Config, Mamba3Cache, True
 
     def __init__(self, config: Mamba3Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -295,20 +297,30 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
     ) -> tuple[Tensor, Mamba3Cache]:
-        pieces = self.pieces(x_bsd)
-        if pieces > 1 and segments_bs is None and lengths_b is None:
+        edge, pieces = boundary(), self.pieces(x_bsd)
+        if pieces > 1 and edge is None and segments_bs is None and lengths_b is None:
             y = []
             for piece_bsd in x_bsd.tensor_split(pieces, 1):
                 y_bsd, cache = self.run(piece_bsd, cache, path, None, None)
                 y.append(y_bsd)
             return torch.cat(y, 1), cache
         projected_bsX = self.in_proj(x_bsd)
-        if is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
+        if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
             fused = self.fused_step(projected_bsX, cache)
             if fused is not None:
                 return fused
         token = self.describe(projected_bsX, lengths_b)
-        b_bsmhr, c_bsmhr, rotation = self.rotate(token, cache.rotation, segments_bs)
+        # Only turns between tokens count: a share's own start from nothing, whatever those before it did.
+        turned = cache.rotation if edge is None else self.no_rotation(len(x_bsd))
+        b_bsmhr, c_bsmhr, rotation = self.rotate(token, turned, segments_bs)
+        y_start = state_start = None
+        if self.config.learnable_init_states and segments_bs is not None:
+            y_start, state_start = learned_start(self.init_states, c_bsmhr, token.da_bsh, segments_bs)
+        entering, after = cache, None
+        if edge is not None:
+            entering, after = pass_cache(
+                self, edge, cache, token, b_bsmhr, rotation, state_start, segments_bs, lengths_b
+            )
         y_bsmhp, state_bhpr = trapezoid(
             self.per_rank(token.x_bshp),
             b_bsmhr,
@@ -316,16 +328,17 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
             token.da_bsh,
             token.dt_bsh,
             token.lambda_bsh,
-            cache.ssm_bhpr,
-            self.per_rank(cache.v_state_bhp[:, None])[:, 0],
-            cache.k_state_bmhr,
+            entering.ssm_bhpr,
+            self.per_rank(entering.v_state_bhp[:, None])[:, 0],
+            entering.k_state_bmhr,
             pathway=cache.pathway,
             path=path,
             segments_bs=segments_bs,
         )
-        if self.config.learnable_init_states and segments_bs is not None:
-            y_start, state_start = learned_start(self.init_states, c_bsmhr, token.da_bsh, segments_bs)
+        if y_start is not None and state_start is not None:
             y_bsmhp, state_bhpr = y_bsmhp + y_start.to(y_bsmhp.dtype), state_bhpr + state_start
+        if after is not None:
+            return self.finish(linked(y_bsmhp, *entering[:3]), token), after
         cache = Mamba3Cache(
             state_bhpr,
             last_token(b_bsmhr, cache.k_state_bmhr, lengths_b),

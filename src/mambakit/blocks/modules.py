@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mambakit.ops import few_rows
 from mambakit.ops.backends import asked
+from mambakit.ops.boundary import boundary, linked, pass_window
 from mambakit.ops.causal_conv import convolve_in_parts, correlate, last_inputs
 from mambakit.ops.norm import gated_rms_norm
 
@@ -26,13 +27,17 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         # A compiler has its own way with a torch operator.
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if asked() != "torch" and input.dtype == self.weight.dtype == torch.float32:
+            if asked() != "torch" and input.numel() <= few_rows.MAX_ROWS * self.in_features and self.is_read_by(input):
                 y = few_rows.multiply(input, self.stored())
                 if y is not None:
                     return y
             if self.is_decoding(input):
                 return self.multiply_halves(input)
         return super().forward(input)
+
+    def is_read_by(self, input: Tensor) -> bool:
+        """Whether kernels multiply the two as they are."""
+        return input.dtype == self.weight.dtype and input.dtype in (torch.float32, torch.bfloat16)
 
     def is_decoding(self, input: Tensor) -> bool:
         if (
@@ -48,7 +53,7 @@ class Linear(nn.Linear):
 
     def stored(self) -> few_rows.Weights:
         """The weight as the decoding kernels read it."""
-        return few_rows.Weights(few_rows.FLOAT32, self.in_features, self.weight, None, self.bias)
+        return few_rows.Weights(few_rows.plain_format(self.weight), self.in_features, self.weight, None, self.bias)
 
     def multiply_halves(self, input: Tensor) -> Tensor:
         shape, k, bias = (*input.shape[:-1], self.out_features), self.in_features, self.bias
@@ -149,11 +154,16 @@ def convolve_silu(
     lengths_b: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
     """`silu(conv(x))` cut into `widths`, and the window as `convolve` gives it."""
+    edge, entering_bvk, last_bvk = boundary(), window_bvk, None
+    if edge is not None:
+        entering_bvk, last_bvk = pass_window(edge, x_bsv, window_bvk, segments_bs, lengths_b)
     if is_plain(conv, CausalConv1d) and conv.is_depthwise:
-        tensors = (x_bsv, conv.weight.squeeze(1), conv.bias, window_bvk.to(x_bsv.dtype), segments_bs, lengths_b)
-        return convolve_in_parts(*tensors, widths, silu=True)
-    y_bsv, window_bvk = convolve(conv, x_bsv, window_bvk, segments_bs, lengths_b)
-    return list(F.silu(y_bsv).split(widths, dim=-1)), window_bvk
+        tensors = (x_bsv, conv.weight.squeeze(1), conv.bias, entering_bvk.to(x_bsv.dtype), segments_bs, lengths_b)
+        parts, window_bvk = convolve_in_parts(*tensors, widths, silu=True)
+    else:
+        y_bsv, window_bvk = convolve(conv, x_bsv, entering_bvk, segments_bs, lengths_b)
+        parts = list(F.silu(y_bsv).split(widths, dim=-1))
+    return (parts, window_bvk) if last_bvk is None else ([linked(part, entering_bvk) for part in parts], last_bvk)
 
 
 def is_plain(module: nn.Module, kind: type[Module]) -> TypeGuard[Module]:

@@ -13,6 +13,7 @@ from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.mlp import MLP, MLPConfig, activate, check_activation
 from mambakit.blocks.modules import Linear
 from mambakit.blocks.stateless import NoCache, Stateless
+from mambakit.ops.boundary import boundary
 from mambakit.ops.grouped_product import grouped_product
 from mambakit.ops.ssd_path import SsdPath
 
@@ -225,9 +226,12 @@ class MoE(Stateless[MoEConfig]):
         if self.config.router == "sigmoid":
             score_ne = score_ne / (score_ne.sum(-1, keepdim=True) + 1e-20)
         present_n = present_n.to(score_ne.dtype)
-        tokens = present_n.sum().clamp(min=1)
+        tokens, scored_e = present_n.sum(), present_n @ score_ne
         chosen_e = count(expert_nc.flatten(), present_n.repeat_interleave(self.config.top_k), self.config.n_experts)
-        return self.config.n_experts / self.config.top_k * (chosen_e @ (present_n @ score_ne)) / tokens**2
+        edge = boundary()
+        if edge is not None:
+            tokens, scored_e, chosen_e = (all_j.sum(0) for all_j in edge.gather(tokens, scored_e, chosen_e))
+        return self.config.n_experts / self.config.top_k * (chosen_e @ scored_e) / tokens.clamp(min=1) ** 2
 
 
 def apply_experts(experts: Tensor | nn.Module, x_Ni: Tensor, counts_e: Tensor) -> Tensor:

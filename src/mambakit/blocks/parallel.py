@@ -74,7 +74,7 @@ class Parallel(Block[ParallelConfig, ParallelCache]):
         >>> y_bsd, cache = mk.Parallel(mk.ParallelConfig(mamba, attention))(torch.randn(2, 10, 64))
     """
 
-    config_class, cache_class = ParallelConfig, ParallelCache
+    config_class, cache_class, splits = ParallelConfig, ParallelCache, True
 
     def __init__(self, config: ParallelConfig | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)

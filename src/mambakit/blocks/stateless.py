@@ -17,7 +17,7 @@ class NoCache(NamedTuple):
 class Stateless(Block[Config, NoCache]):
     """A block whose `run` is the same for every token and row; masks only make absent outputs zero."""
 
-    cache_class = NoCache
+    cache_class, splits = NoCache, True
 
     def cache_shapes(self, batch: int) -> dict[str, tuple[Any, ...]]:
         return {}

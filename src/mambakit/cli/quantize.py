@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> None:
     source = find_directory(model_folder(args.model))
     measured = None if args.report is None else Text(args.report, source, args.tokenizer)
     model = load_model(source)
-    small = quantize(model, args.bits, args.group_size, activations=args.activations, head_bits=args.head_bits)
+    unrounded = 0.0 if measured is None else measured.bits_per_byte(model)
+    kinds = {"activations": args.activations, "head_bits": args.head_bits}
+    small = quantize(model, args.bits, args.group_size, **kinds, in_place=True)
     save_model(small, target)
     copy_description(source, target)
     matrices = Counter(module.format for module in quantized_in(small).values())
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     found |= {"bytes": before, "bytes_quantized": after}
     if measured is not None:
         # What is on the disk, not what is in memory.
-        found["bits_per_byte"] = measured.bits_per_byte(model)
+        found["bits_per_byte"] = unrounded
         found["bits_per_byte_quantized"] = measured.bits_per_byte(load_model(target))
     if args.json:
         print(json.dumps(found))
@@ -53,9 +55,9 @@ def run(args: argparse.Namespace) -> None:
     told = ", ".join(f"{count} in {format}" for format, count in matrices.items())
     print(f"{told}: {before / 1e6:,.2f} MB on disk become {after / 1e6:,.2f} MB ({after / before:.0%}) in {target}")
     if measured is not None:
-        change = found["bits_per_byte_quantized"] - found["bits_per_byte"]
+        change = found["bits_per_byte_quantized"] - unrounded
         print(
-            f"bits per byte of {args.report} ({measured.bytes:,} bytes): {found['bits_per_byte']:.4f} before, "
+            f"bits per byte of {args.report} ({measured.bytes:,} bytes): {unrounded:.4f} before, "
             f"{found['bits_per_byte_quantized']:.4f} after ({change:+.4f})"
         )
 

@@ -83,8 +83,10 @@ class Constraint:
         for known in (way_out, way_out[1:]):
             if len(known) <= left and self._ends(self._matcher, [token, *known]):
                 return token, known
-        found = self._find_way_out(left, [token], way_out)
-        if found is None and way_out[0] < self._vocab_size:
+        can_be_said = way_out[0] < self._vocab_size
+        # Where it takes all tokens that are left, no other is looked for.
+        found = None if can_be_said and len(way_out) > left else self._find_way_out(left, [token], way_out)
+        if found is None and can_be_said:
             return way_out[0], way_out[1:]
         return token, found
 

@@ -1,11 +1,12 @@
 """A language model's decoding step in one call: token ids to logits, with the states in place. See docs/generation.md.
 
-It is made for plain models in float32 on the CPU, their projections in float32 or quantized. `why_not` says what else
-stands in a model's way; such a model is stepped module by module.
+It is made for plain models in float32 or bfloat16 on the CPU, their projections as they are or quantized. It computes
+in float32 whatever the weights are, and rounds what projections read where they do. `why_not` says what else stands in
+a model's way; such a model is stepped module by module.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -125,12 +126,17 @@ class Decoder:
         kernel = DECODE.choose(backend, model.backbone.embedding.weight.detach())
         assert kernel is not None, "a backend asked for by name runs or raises"
         self._vocabulary = model.backbone.embedding.num_embeddings
+        self._wide = Wide()
         with torch.no_grad():
-            self._decoding: Decoding = kernel(packed(model))
+            self._decoding: Decoding = kernel(packed(model, self._wide))
         backbone = model.backbone
         self._layers: list[Any] = [backbone.layers[real] for real in backbone.order]
         self._spots = [spot for layer in self._layers for spot in spots_of(layer)]
         self._like = torch.empty(0, dtype=torch.float32)
+        self._fresh = [dtypes_of(one) for one in self._found(model.fresh_cache(1))[1]]
+        """What caches may be in, spot by spot, beside float32."""
+        self._dtypes = self._fresh
+        """What the last one was in."""
         self._states = States([spot.block for spot in self._spots])
         self._chains: list[Chain] = []
         """Of every row its last one."""
@@ -139,9 +145,11 @@ class Decoder:
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
-        self._states.load(self._apart(cache)[1])
+        _, parts, self._dtypes = self._apart(cache)
+        self._states.load(parts)
         self._chains, self._at = [Chain(place) for place in self._states.places], None
         with torch.no_grad():
+            self._wide.refresh()
             self._decoding.load(self._states.of_kernels())
 
     def join(self, cache: Sequence[Any]) -> None:
@@ -149,7 +157,7 @@ class Decoder:
         if not self._chains:
             self.load(cache)
             return
-        rows, news = self._apart(cache)
+        rows, news, _ = self._apart(cache)
         if rows != 1:
             raise ValueError(f"one row joins at a time, got a cache of {rows}")
         self._states.join(news, {place for chain in self._chains for place in chain.places})
@@ -276,27 +284,67 @@ class Decoder:
         if any(not 0 <= token < self._vocabulary for token in ids):
             raise ValueError(f"ids_b has ids outside 0 to {self._vocabulary - 1}")
 
-    def _apart(self, cache: Sequence[Any]) -> tuple[int, list[Any]]:
-        """The number of rows of a model's cache, and copies of its parts, spot by spot."""
+    def _found(self, cache: Sequence[Any]) -> tuple[list[tuple[Block, Any]], list[Any]]:
+        """The parts of a model's cache: block by block of its layers, and spot by spot."""
         if len(cache) != len(self._layers):
             raise ValueError(f"the cache is of {len(cache)} layers, but this model has {len(self._layers)}")
         carried = [layer.apart(one) for layer, one in zip(self._layers, cache, strict=True)]
         layers = zip(self._layers, carried, strict=True)
         pairs = [(block, own.get(block, NoCache())) for layer, own in layers for _, block in layer.parts]
         found = [one for block, own in pairs for one in unfolded_cache(block, own)]
+        return pairs, found
+
+    def _apart(self, cache: Sequence[Any]) -> tuple[int, list[Any], list[dict[str, torch.dtype]]]:
+        """The number of rows of a model's cache, and its parts, spot by spot, in float32 and what they were in."""
+        pairs, found = self._found(cache)
         rows = len(next(t for one in found for t in one if isinstance(t, Tensor)))
         for block, own in pairs:
             block.check_cache(own, rows, self._like)
-        for spot, one in zip(self._spots, found, strict=True):
-            for name in spot.block.cache_shapes(rows):
-                if getattr(one, name).dtype != torch.float32:
-                    raise ValueError(f"cache.{name} is {getattr(one, name).dtype}, expected float32")
-        return rows, found
+        dtypes = [dtypes_of(one) for one in found]
+        for own, fresh in zip(dtypes, self._fresh, strict=True):
+            for name, given in own.items():
+                if given not in (torch.float32, fresh[name]):
+                    raise ValueError(f"cache.{name} is {given}, expected {str(fresh[name]).removeprefix('torch.')}")
+        wide = (dict.fromkeys(own, torch.float32) for own in dtypes)
+        return rows, list(map(in_dtypes, found, wide)), dtypes
 
     def _together(self, parts: list[Any]) -> tuple[Any, ...]:
-        """A model's cache of its parts, which are copies."""
-        own = iter(parts)
+        """A model's cache of its parts, which are copies, in the dtypes that it has there."""
+        own = iter(map(in_dtypes, parts, self._dtypes))
         return tuple(layer.together([folded(block, own) for _, block in layer.parts]) for layer in self._layers)
+
+
+def dtypes_of(cache: Any) -> dict[str, torch.dtype]:
+    """Of its floating-point tensors, by field."""
+    named = zip(getattr(cache, "_fields", ()), cache, strict=False)
+    return {name: t.dtype for name, t in named if isinstance(t, Tensor) and t.is_floating_point()}
+
+
+def in_dtypes(cache: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
+    return cache._replace(**{name: getattr(cache, name).to(dtype) for name, dtype in dtypes.items()})
+
+
+def widened(value: Any) -> Any:
+    """bfloat16 in float32; what is anything else stays what it is."""
+    return value.detach().float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+
+class Wide:
+    """Small parameters of a half-precision model in float32, as kernels read them."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, value: Any) -> Any:
+        wide = widened(value)
+        if wide is not value:
+            self._pairs.append((value.detach(), wide))
+        return wide
+
+    def refresh(self) -> None:
+        """They are what the parameters are now."""
+        for narrow, wide in self._pairs:
+            wide.copy_(narrow)
 
 
 class Spot(NamedTuple):
@@ -345,51 +393,57 @@ def folded(block: Block, caches: Iterator[Any]) -> Any:
     return block.cache_class(*(folded(one, caches) for one in inside))
 
 
-def packed(model: LanguageModel) -> decode.Model:
+def packed(model: LanguageModel, wide: Wide) -> decode.Model:
     """What `DECODE` reads of a model that `why_not` has nothing against."""
     backbone = model.backbone
+    embedding = stored(backbone.embedding.weight, wide)
+    assert embedding is not None, "it is a tensor"
+    head = model.lm_head.stored()
     return decode.Model(
-        embedding=backbone.embedding.weight,
+        embedding=embedding,
         embedding_scale=model.config.embedding_scale,
-        parts=[packed_part(spot) for real in backbone.order for spot in spots_of(backbone.layers[real])],
-        norm_f=packed_norm(backbone.norm_f),
-        head=model.lm_head.stored(),
+        parts=[packed_part(spot, wide) for real in backbone.order for spot in spots_of(backbone.layers[real])],
+        norm_f=packed_norm(backbone.norm_f, wide),
+        head=head._replace(bias=wide(head.bias)),
         logits_scale=model.config.logits_scale,
         vocab_size=model.config.vocab_size,
     )
 
 
-def packed_part(spot: Spot) -> decode.Part:
+def packed_part(spot: Spot, wide: Wide) -> decode.Part:
     block, step = spot.block, step_of(spot.block)
     # Aliases, for a parameter may be replaced while everything else is read where it lay.
     own = {name: tensor.detach() for name, tensor in block.named_parameters(recurse=False)}
     kept = SimpleNamespace(config=block.config, **own)
     return decode.Part(
         kind=family_of(block).name,
-        fields=step.fields(block),
-        prepared=lambda: step.prepared(kept),
-        projections={name: stored(getattr(block, name, None)) for name in step.projections},
+        fields={name: wide(value) for name, value in step.fields(block).items()},
+        prepared=lambda: {name: widened(tensor) for name, tensor in step.prepared(kept).items()},
+        projections={name: stored(getattr(block, name, None), wide) for name in step.projections},
         carried=[
             *step.places.values(),
             *(["first", "slots"] if step.slots else []),
             *(["notes"] if step.notes else []),
         ],
-        norm=packed_norm(spot.norm)._replace(scale=spot.in_scale),
+        norm=packed_norm(spot.norm, wide)._replace(scale=spot.in_scale),
         scale=spot.scale,
         beside=spot.beside,
     )
 
 
-def stored(matrix: Any) -> few_rows.Weights | None:
+def stored(matrix: Any, wide: Wide) -> few_rows.Weights | None:
     """Of a projection, or of several in one parameter, one after the other."""
     if isinstance(matrix, Tensor):
-        return few_rows.Weights(few_rows.FLOAT32, matrix.shape[-1], matrix.flatten(0, -2))
-    return None if matrix is None else matrix.stored()
+        return few_rows.Weights(few_rows.plain_format(matrix), matrix.shape[-1], matrix.flatten(0, -2))
+    if matrix is None:
+        return None
+    weights = matrix.stored()
+    return weights._replace(bias=wide(weights.bias))
 
 
-def packed_norm(norm: Any) -> decode.Norm:
+def packed_norm(norm: Any, wide: Wide) -> decode.Norm:
     centred = isinstance(norm, nn.LayerNorm)
-    return decode.Norm(norm.weight, norm.bias if centred else None, centred, norm.eps)
+    return decode.Norm(wide(norm.weight), wide(norm.bias) if centred else None, centred, norm.eps)
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -448,12 +502,12 @@ def why_not_tensors(model: LanguageModel) -> str | None:
         tensor = tensors.get(name)
         if tensor is None:
             found: Any = stored_shape(model, name, shape)
-        elif tensor.dtype == torch.float32 and few_rows.is_plain(tensor):
+        elif tensor.dtype in (torch.float32, torch.bfloat16) and few_rows.is_plain(tensor):
             found = tuple(tensor.shape)
         else:
             found = f"{tensor.dtype} on {tensor.device}"
         if found != shape:
-            return f"{name} is {found}, expected {shape}, contiguous float32 on the CPU"
+            return f"{name} is {found}, expected {shape}, contiguous float32 or bfloat16 on the CPU"
     return None
 
 

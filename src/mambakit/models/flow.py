@@ -1,7 +1,7 @@
 """What wraps a stack: class latents, several residual streams, a gradient horizon, layers that are checkpointed."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mambakit.blocks.caches import detach
 from mambakit.models.class_tokens import Splice, splice, splice_flags
 from mambakit.ops.backends import asked, use_backend
+from mambakit.ops.boundary import Across, Boundary, boundary
 
 if TYPE_CHECKING:
     from mambakit.models.stack import Stack
@@ -93,11 +94,17 @@ def calls(stack: Any, options: Mapping[str, Any]) -> list[Call]:
         return layers
     # Nothing in a layer is random.
     keep: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    backend = asked()
-    if backend != "auto":
+    backend, edge = asked(), boundary()
+    if backend != "auto" or edge is not None:
         # The backward pass may run outside of what asks for it here.
-        keep["context_fn"] = lambda: (nullcontext(), use_backend(backend))
+        keep["context_fn"] = lambda: (nullcontext(), as_here(backend, edge))
     return [partial(checkpoint, layer, **keep) for layer in layers]
+
+
+@contextmanager
+def as_here(backend: str, edge: Boundary | None) -> Iterator[None]:
+    with use_backend(backend), Across(edge):
+        yield
 
 
 def at_infinity(layer: Any, x_bd: Tensor, cache: None, mask_bs: None) -> tuple[Tensor, None]:

@@ -36,8 +36,11 @@ def quantize(
     *,
     activations: str | None = None,
     head_bits: int | None = None,
+    in_place: bool = False,
 ) -> Model:
     """A copy of `model` whose projections have weights of 16, 8 or 4 bits; it itself stays as it is.
+
+    With `in_place` it does not: its projections are replaced one after the other, and there is never a second copy.
 
     Quantized are the `nn.Linear` modules named in `PROJECTIONS` and the experts of mixtures. A head tied to the
     embedding becomes one of its own, of `head_bits` if given, and the embedding stays.
@@ -71,13 +74,19 @@ def quantize(
     broken = [name for name, matrix in found.items() if not matrix.weight.isfinite().all()]
     if broken:
         raise ValueError(f"weights with a NaN or an infinity: {', '.join(broken)}")
-    replaced = {}
-    for name, matrix in found.items():
+    replaced: dict[str, QuantizedLinear] = {}
+    originals = {name: attribute(model, name) for name in found}
+    for name in list(found):
+        matrix = found.pop(name)
         own = head_bits if head_bits is not None and name.rpartition(".")[2] == "lm_head" else bits
         rows = activations if activations == "float32" else NARROW[own]
         replaced[name] = make_quantized(matrix, format_of(own, rows), group_size if own == bits else None, rows)
+        if in_place:
+            put_in(model, {name: replaced[name]})
+            del originals[name]
+    if in_place:
+        return model
     # deepcopy takes what it finds under an object's id for that object's copy.
-    originals = {name: attribute(model, name) for name in found}
     copied = copy.deepcopy(model, {id(originals[name]): new for name, new in replaced.items()})
     put_in(copied, replaced)
     return copied

@@ -19,6 +19,8 @@ NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.722
 STRETCHES = (1.0, 0.76, 0.82, 0.88, 0.94, 1.06, 1.12)
 # Weights decoded at a time: enough to keep the bookkeeping small, few enough to stay in the processor's cache.
 BLOCK = 1 << 19
+# Rows that are quantized at a time: what that takes beside the result is small.
+ROWS = 2048
 LEVELS = tuple(round(127 * value) for value in NF4)
 """The values of NF4 as integers."""
 SMALLEST = 1e-36
@@ -156,9 +158,12 @@ class Int8Linear(QuantizedLinear):
 
     def __init__(self, linear: nn.Linear, activations: str = "float32"):
         super().__init__(linear, activations)
-        weight = linear.weight.detach().float()
-        scales = weight.abs().amax(1) / 127
-        self.register_buffer("weight_int8", (weight / nonzero(scales)[:, None]).round().to(torch.int8))
+        parts = [
+            ((block / nonzero(scales)[:, None]).round().to(torch.int8), scales)
+            for block, scales in scaled_blocks(linear.weight.detach())
+        ]
+        weight_int8, scales = map(torch.cat, zip(*parts, strict=True))
+        self.register_buffer("weight_int8", weight_int8)
         self.register_buffer("scales", scales)
 
     def stored(self) -> few_rows.Weights:
@@ -187,13 +192,15 @@ class Int4Linear(QuantizedLinear):
     def __init__(self, linear: nn.Linear, group_size: int, activations: str = "float32"):
         super().__init__(linear, activations)
         self.group_size = group_size
-        weight = F.pad(linear.weight.detach().float(), (0, -self.in_features % group_size))
-        scales, codes = zip(
-            *(encoded(block.unflatten(1, (-1, group_size))) for block in weight.split(4096)), strict=True
-        )
-        low, high = torch.cat(codes).chunk(2, -1)
-        self.register_buffer("weight_int4", (low | high << 4).flatten(1))
-        self.register_buffer("scales", torch.cat(scales))
+        parts = []
+        for rows in linear.weight.detach().split(ROWS):
+            block = F.pad(rows.float(), (0, -self.in_features % group_size))
+            scales, codes = encoded(block.unflatten(1, (-1, group_size)))
+            low, high = codes.chunk(2, -1)
+            parts.append(((low | high << 4).flatten(1), scales))
+        weight_int4, scales = map(torch.cat, zip(*parts, strict=True))
+        self.register_buffer("weight_int4", weight_int4)
+        self.register_buffer("scales", scales)
 
     def stored(self) -> few_rows.Weights:
         return few_rows.Weights(
@@ -241,10 +248,12 @@ class IntegerInt4Linear(QuantizedLinear):
 
     def __init__(self, linear: nn.Linear, activations: str = "int8"):
         super().__init__(linear, activations)
-        weight = F.pad(linear.weight.detach().float(), (0, -self.in_features % 64))
-        scales = weight.abs().amax(1) / 127
-        parts = [encoded_integers(block / nonzero(own)[:, None]) for block, own in in_blocks(weight, scales)]
-        self.register_buffer("weight_int4", torch.cat(parts))
+        parts = [
+            (encoded_integers(F.pad(block / nonzero(scales)[:, None], (0, -self.in_features % 64))), scales)
+            for block, scales in scaled_blocks(linear.weight.detach())
+        ]
+        weight_int4, scales = map(torch.cat, zip(*parts, strict=True))
+        self.register_buffer("weight_int4", weight_int4)
         self.register_buffer("scales", scales)
 
     def stored(self) -> few_rows.Weights:
@@ -272,8 +281,11 @@ class IntegerInt4Linear(QuantizedLinear):
         return values.index_select(0, place.flatten()).view(len(packed), -1)[:, : self.in_features]
 
 
-def in_blocks(weight: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(weight.split(4096), scales.split(4096), strict=True)
+def scaled_blocks(weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of a weight at a time, in float32, and scales that make the largest of each 127 or -127."""
+    for rows in weight.split(ROWS):
+        block = rows.float()
+        yield block, block.abs().amax(1) / 127
 
 
 def encoded_integers(weight: Tensor) -> Tensor:

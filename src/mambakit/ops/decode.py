@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 class Model(NamedTuple):
-    embedding: Tensor
+    embedding: Weights
     embedding_scale: float
     parts: Sequence[Part]
     norm_f: Norm

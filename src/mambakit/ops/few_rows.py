@@ -51,6 +51,11 @@ class Weights(NamedTuple):
     group: int = 0
 
 
+def plain_format(weight: Tensor) -> int:
+    """Of a parameter, that of a half-precision model meeting rows of its dtype."""
+    return BFLOAT16_NARROW if weight.dtype == torch.bfloat16 else FLOAT32
+
+
 def check_stored(
     x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, format: int, group: int
 ) -> None:

@@ -54,12 +54,7 @@ def trapezoid(
     if v_last_bmhp is None or b_last_bmgr is None:
         v_last_bmhp = v_bsmhp.new_zeros(size.b, size.m, size.h, size.p)
         b_last_bmgr = b_bsmgr.new_zeros(size.b, size.m, size.g, size.r)
-    gamma_bsh = lambda_bsh.to(wide) * dt_bsh.to(wide)
-    left_bsh = (1 - lambda_bsh.to(wide)) * dt_bsh.to(wide)
-    if segments_bs is not None and size.s:
-        # A segment's first token has no left end; the call's own first one has: the token before the call.
-        starts_bs = torch.nn.functional.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
-        left_bsh = left_bsh.masked_fill(starts_bs[..., None], 0)
+    gamma_bsh, left_bsh = ends_of(lambda_bsh.to(wide), dt_bsh.to(wide), segments_bs)
     if state_bhpr is None:
         state_bhpr = v_bsmhp.new_zeros(size.b, size.h, size.p, size.r, dtype=wide)
     how = (SsdPath.of(path), segments_bs)
@@ -75,8 +70,22 @@ def trapezoid(
         if size.s:
             last = (tensor.to(wide) for tensor in (v_last_bmhp, b_last_bmgr))
             state_bhpr = add_write(state_bhpr.to(wide), left_bsh[:, 0], *last, in_place=may_overwrite())
-        w_later_bsh = gamma_bsh
-        if size.s > 1:
-            # The last token has no successor here; its left-end share is added by the next call.
-            w_later_bsh = gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, 1))
-        return scan(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, gamma_bsh, w_later_bsh, state_bhpr, *how)
+        later_bsh = w_later(gamma_bsh, left_bsh)
+        return scan(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, gamma_bsh, later_bsh, state_bhpr, *how)
+
+
+def ends_of(lambda_bsh: Tensor, dt_bsh: Tensor, segments_bs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What each token weighs at the right end of its own step, and what the token before it does at the left end."""
+    gamma_bsh, left_bsh = lambda_bsh * dt_bsh, (1 - lambda_bsh) * dt_bsh
+    if segments_bs is not None and segments_bs.shape[1]:
+        # A segment's first token has no left end; the call's own first one has: the token before the call.
+        starts_bs = torch.nn.functional.pad(segments_bs[:, 1:] != segments_bs[:, :-1], (1, 0))
+        left_bsh = left_bsh.masked_fill(starts_bs[..., None], 0)
+    return gamma_bsh, left_bsh
+
+
+def w_later(gamma_bsh: Tensor, left_bsh: Tensor) -> Tensor:
+    """What later tokens see of each, but for the last one's left end: its successor's call adds that."""
+    if gamma_bsh.shape[1] < 2:
+        return gamma_bsh
+    return gamma_bsh + torch.nn.functional.pad(left_bsh[:, 1:], (0, 0, 0, 1))

@@ -38,7 +38,7 @@ def load(
         raise ValueError(f"the tokenizer has {tokens.vocab_size} tokens, but the model knows {model.config.vocab_size}")
     chat = read_chat(folder, tokens, model.config.vocab_size)
     if bits is not None:
-        model = quantize(model, bits)
+        model = quantize(model, bits, in_place=True)
     engine = Engine(model, max_rows, PrefixCache(), tokenizer=tokens, speculate=speculate)
     return Loaded(model, tokens, chat, engine)
 

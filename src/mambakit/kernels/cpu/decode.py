@@ -10,6 +10,7 @@ from torch import Tensor
 from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.few_rows import matrix
 from mambakit.kernels.cpu.library import pointer, run
+from mambakit.kernels.cpu.pages import gather
 from mambakit.kernels.cpu.structs import (
     AttentionPart,
     Decode,
@@ -51,9 +52,9 @@ class Decoding:
         head = self._pack_matrix(model.head)
         head.rows = model.vocab_size  # the others only pad
         self._model = DecodeModel(
-            width=model.embedding.shape[1],
+            width=model.embedding.columns,
             parts=len(self._parts),
-            embedding=self._address(model.embedding),
+            embedding=self._pack_matrix(model.embedding),
             part=ctypes.addressof(self._parts),
             norm_f=self._pack_norm(model.norm_f),
             head=head,
@@ -113,6 +114,7 @@ class Decoding:
 
     def _pack_matrix(self, weights: Weights) -> Any:
         self._held += [t.detach() for t in (weights.weight, weights.scales, weights.bias) if t is not None]
+        gather(weights.weight)
         return matrix(weights)
 
     def _pack_norm(self, norm: decode.Norm) -> Norm:

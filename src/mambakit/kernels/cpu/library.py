@@ -52,7 +52,7 @@ class Library:
             raise KernelsMissingError(
                 f"MAMBAKIT_ISA is {self.instruction_set!r}, but this machine can run {', '.join(self.usable)}"
             )
-        differs = difference(self._layouts())
+        differs = difference(self._layouts()) or self._lacks()
         if differs is not None:
             raise KernelsMissingError(
                 f"{self.path.name} was built from other sources than this version of mambakit: {differs}; "
@@ -89,6 +89,11 @@ class Library:
             if layout is None:
                 return
             yield layout.decode()
+
+    def _lacks(self) -> str | None:
+        """The first function, beside kernels, that is expected and not there."""
+        missing = [name for name in ("mk_set_threads", "mk_set_extension") if not hasattr(self.native, name)]
+        return f"{missing[0]}() is missing there" if missing else None
 
     def _hand_in_threads(self) -> bool:
         """torch's own thread pool, so that `torch.set_num_threads` rules and no second pool exists."""

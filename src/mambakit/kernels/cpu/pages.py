@@ -1,4 +1,4 @@
-"""Fresh memory for large results."""
+"""Memory in large pages: fresh for large results, and that of weights which are read again and again."""
 
 import torch
 from torch import Tensor
@@ -16,3 +16,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     if tensor.nbytes >= LARGE:
         run(LargePages(start=tensor.data_ptr(), bytes=tensor.nbytes))
     return tensor
+
+
+def gather(tensor: Tensor) -> None:
+    """What it holds in large pages from now on, where the system moves it there; it stays at its address."""
+    if tensor.nbytes >= LARGE:
+        run(LargePages(start=tensor.data_ptr(), bytes=tensor.nbytes, touched=True))

@@ -87,11 +87,11 @@ MoeStep{int64_t experts, top_k, hidden, groups, top_groups, rule, activation; bo
   weight_scale; pointer correction_bias;}
 MoePart{MoeStep step; Matrix router, experts_in, experts_out, latent_in, latent_out;}
 DecodePart{int64_t kind; pointer block; Norm norm; float scale; bool beside;}
-DecodeModel{int64_t width, parts; pointer embedding, part; Norm norm_f; Matrix head; float embedding_scale,
+DecodeModel{int64_t width, parts; Matrix embedding; pointer part; Norm norm_f; Matrix head; float embedding_scale,
   logits_scale;}
 Decode{pointer model; int64_t batch; pointer ids, text, before, after, run; int64_t runs; pointer again; bool stays;
   pointer logits;} decode(Decode)
-LargePages{pointer start; int64_t bytes;} large_pages(LargePages)
+LargePages{pointer start; int64_t bytes; bool touched;} large_pages(LargePages)
 VectorFunction{int64_t which; pointer x, y; int64_t n;} vector_function(VectorFunction)
 """
 

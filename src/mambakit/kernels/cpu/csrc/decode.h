@@ -27,7 +27,7 @@ struct DecodePart {
 struct DecodeModel {
     MK_FIELDS(DecodeModel,
         int64_t width, parts;
-        const float* embedding;  // [vocabulary][width]
+        Matrix embedding;  // [vocabulary][width]
         const DecodePart* part;
         Norm norm_f;
         Matrix head;
@@ -71,9 +71,11 @@ static void decode(const Decode& call) {
     const int64_t batch = call.batch, width = model.width;
     float* residual = scratch<DECODE_RESIDUAL>(batch * width);
     for (int64_t row = 0; row < batch; row++) {
-        const float* embedded = model.embedding + call.ids[row] * width;
+        float* embedded = residual + row * width;
+        read_row(model.embedding, call.ids[row], embedded);
+        if (model.embedding_scale == 1.0f) continue;
         each_vector(width, [&](int64_t i, int64_t count) {
-            store_part(residual + row * width + i, splat(model.embedding_scale) * load_part(embedded + i, count), count);
+            store_part(embedded + i, splat(model.embedding_scale) * load_part(embedded + i, count), count);
         });
     }
     const float* input = residual;

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "border.h"
-#include "narrow_product.h"
+#include "panel_product.h"
 #include "results.h"
 #include "rows.h"
 #include "threads.h"
@@ -160,7 +160,7 @@ static void multiply(
     if (is_narrow(m)) {
         char* rows = room_for_rows<PRODUCT_NARROW>(m, batch);
         round_rows(m, x, x_stride, 0, batch, rows);
-        return multiply_narrow(m, begin, end, (const NarrowRow*)rows, batch, to);
+        return multiply_many(m, begin, end, (const NarrowRow*)rows, batch, to, false);
     }
     if (m.format == FLOAT32) multiply_all<Float32Weights>(m, begin, end, x, x_stride, batch, to);
     if (m.format == BFLOAT16) multiply_all<Bfloat16Weights>(m, begin, end, x, x_stride, batch, to);
@@ -213,7 +213,7 @@ static void matvec_narrow(const Matvec& call) {
     if (call.batch * m.columns * (int64_t)sizeof(float) < WORTH_A_THREAD) round(0, call.batch);
     else parallel(call.batch, round);
     over_rows(m, [&](int64_t begin, int64_t end) {
-        multiply_narrow(m, begin, end, (const NarrowRow*)rows, call.batch, {call.y, m.rows, false});
+        multiply_many(m, begin, end, (const NarrowRow*)rows, call.batch, {call.y, m.rows, false}, true);
     });
 }
 

@@ -268,7 +268,7 @@ static PieceAt<NarrowWeights> decoded_piece(const Matrix& m, int64_t begin, int6
 
 // Rows [begin, end) of the product with `batch` rows.
 template <class Dot>
-static void multiply_narrow(
+static void multiply_narrow_by(
     const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to) {
     const char* weight = (const char*)m.weight;
     const int64_t pitch = bytes_per_row(m);
@@ -298,20 +298,24 @@ static void multiply_narrow(
     }
 }
 
-// By the best instructions that may be used.
-static void multiply_narrow(
-    const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to) {
-    if (begin >= end) return;
+// body(dot) with the best instructions that may be used.
+template <class Body>
+MK_INLINE void by_best_dot(const Matrix& m, const Body& body) {
     if (m.format == BFLOAT16_NARROW) {
 #if defined(MK_X86) && MK_WIDTH == 16
-        if (mk_extension_in_use >= MK_BF16) return multiply_narrow<Bfloat16DotNative>(m, begin, end, x, batch, to);
+        if (mk_extension_in_use >= MK_BF16) return body(Bfloat16DotNative());
 #endif
-        return multiply_narrow<Bfloat16Dot>(m, begin, end, x, batch, to);
+        return body(Bfloat16Dot());
     }
 #if defined(MK_X86) && MK_WIDTH >= 8
-    if (mk_extension_in_use >= MK_VNNI) return multiply_narrow<Int8DotVnni>(m, begin, end, x, batch, to);
+    if (mk_extension_in_use >= MK_VNNI) return body(Int8DotVnni());
 #endif
-    multiply_narrow<Int8Dot>(m, begin, end, x, batch, to);
+    body(Int8Dot());
+}
+
+static void multiply_narrow(
+    const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to) {
+    by_best_dot(m, MK_BODY(auto dot) { multiply_narrow_by<decltype(dot)>(m, begin, end, x, batch, to); });
 }
 
 // Rows [begin, end) of x, rounded.

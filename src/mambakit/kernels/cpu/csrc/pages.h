@@ -1,4 +1,4 @@
-// Memory that has not been touched yet, in large pages.
+// Memory in large pages.
 #pragma once
 
 #include "border.h"
@@ -14,16 +14,22 @@ struct LargePages {
     MK_FIELDS(LargePages,
         void* start;
         int64_t bytes;
+        bool touched;  // it is in use: what is there moves into them
     )
 };
 
 // A hint. Where the system gives large pages only to those who ask, touching fresh memory for the first time takes
-// several times as long as writing to it.
+// several times as long as writing to it, and what is read in order waits at the end of every small page.
 static void large_pages(const LargePages& call) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     const uintptr_t page = 1 << 21, start = (uintptr_t)call.start;
     uintptr_t begin = (start + page - 1) & ~(page - 1), end = (start + call.bytes) & ~(page - 1);
-    if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+    if (begin >= end) return;
+    madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#if !defined(MADV_COLLAPSE)
+#define MADV_COLLAPSE 25  // since Linux 6.1; others say that they do not know it
+#endif
+    if (call.touched) madvise((void*)begin, end - begin, MADV_COLLAPSE);
 #endif
 }
 

@@ -171,4 +171,30 @@ MK_INLINE void widen(const uint16_t* from, float* to, int64_t n) {
     }
 }
 
+// One row of the matrix as numbers.
+static void read_row(const Matrix& m, int64_t row, float* to) {
+    const char* at = (const char*)m.weight + row * bytes_per_row(m);
+    if (m.format == FLOAT32) return copy((const float*)at, m.columns, to);
+    if (m.format == BFLOAT16 || m.format == BFLOAT16_NARROW) return widen((const uint16_t*)at, to, m.columns);
+    const bool halves = m.format == NF4 || m.format == INT4_NARROW;
+    const int64_t half = m.group / 2, groups = halves ? ceil_div(m.columns, m.group) : 1;
+    const uint8_t* codes = (const uint8_t*)at;
+    for (int64_t i = 0; i < m.columns; i++) {
+        if (!halves) {
+            to[i] = ((const float*)m.scales)[row] * (int8_t)at[i];
+            continue;
+        }
+        const int64_t group = i / m.group, within = i % m.group;
+        const int code = codes[group * half + within % half] >> (within < half ? 0 : 4) & 15;
+        float scale;
+        if (m.format == NF4) {
+            widen((const uint16_t*)m.scales + row * groups + group, &scale, 1);
+            to[i] = scale * NF4_VALUES[code];
+        } else {
+            const uint8_t of_group = codes[round_up(m.columns, 64) / 2 + group];
+            to[i] = ((const float*)m.scales)[row] * INT4_VALUES.of[of_group][code];
+        }
+    }
+}
+
 }  // namespace MK_ISA

@@ -1,0 +1,95 @@
+"""What is asked of a mesh, and gradients that are sums over one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+BUCKET = 1 << 24
+"""Numbers that are summed at once."""
+
+
+def group_of(mesh: Any) -> Any:
+    """The ranks of a mesh of one dimension."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}, expected a DeviceMesh; init_device_mesh() makes one")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        one = f'such as mesh["{names[0]}"]' if names else "one of its dimensions, which need names for that"
+        raise ValueError(f"mesh has {mesh.ndim} dimensions, expected one of them, {one}")
+    return mesh.get_group()
+
+
+class Summed(torch.autograd.Function):
+    """The tensors themselves, whose gradients are summed over the ranks: at the end of the backward pass, all at once.
+
+    A rank without a gradient for one of them takes part with zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *d_tensors: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        sums: list[Tensor] = [*d_tensors]
+        for places in buckets(d_tensors):
+            flat = torch.cat([d_tensors[at].flatten() for at in places])
+            dist.all_reduce(flat, group=ctx.group)
+            for at, part in zip(places, flat.split([d_tensors[at].numel() for at in places]), strict=True):
+                sums[at] = part.view(d_tensors[at].shape)
+        return (None, *sums)
+
+
+def buckets(tensors: tuple[Tensor, ...]) -> Iterator[list[int]]:
+    """Places of tensors of one dtype, `BUCKET` numbers or one tensor at a time."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        found, size = [], 0
+        for at, tensor in enumerate(tensors):
+            if tensor.dtype != dtype:
+                continue
+            if found and size + tensor.numel() > BUCKET:
+                yield found
+                found, size = [], 0
+            found.append(at)
+            size += tensor.numel()
+        yield found
+
+
+class SummedGradients:
+    """Inside, a model's parameters have gradients that are summed over the ranks of a group.
+
+    Under FSDP2 they have not: it reduces gradients over its own mesh, of which the group's has to be a part.
+    """
+
+    def __init__(self, model: nn.Module, group: Any):
+        self.model, self.group = model, group
+        self.places: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def __enter__(self) -> None:
+        modules = list(self.model.modules())
+        if not torch.is_grad_enabled() or any(isinstance(module, FSDPModule) for module in modules):
+            return
+        self.places = [
+            (module, name, parameter)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        # Once each, whoever shares them.
+        parameters = list(dict.fromkeys(parameter for _, _, parameter in self.places))
+        if not parameters:
+            return
+        summed = dict(zip(parameters, Summed.apply(self.group, *parameters), strict=True))  # type: ignore[arg-type]
+        for module, name, parameter in self.places:
+            module._parameters[name] = summed[parameter]  # type: ignore[assignment]
+
+    def __exit__(self, *raised: object) -> None:
+        for module, name, parameter in self.places:
+            module._parameters[name] = parameter

@@ -1,0 +1,289 @@
+"""Sequences split over ranks: outputs, caches and gradients are those of one rank."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+import mambakit as mk
+from mambakit.blocks.moe import balance_loss
+
+D, LENGTH = 8, 13
+TIGHT = 1e-12
+
+MAMBA1 = mk.Mamba1Config(d_model=D, state_rank=3, dt_b_c_norm=True)
+MAMBA2 = mk.Mamba2Config(d_model=D, state_rank=4, per_head_dim=4, ngroups=2)
+LEARNED2 = mk.Mamba2Config(d_model=D, state_rank=4, per_head_dim=4, learnable_init_states=True, conv_kernel=3)
+SMALL3 = {"d_model": D, "state_rank": 8, "per_head_dim": 4}
+MAMBA3 = mk.Mamba3Config(**SMALL3)
+MIMO = mk.Mamba3Config(**SMALL3, is_mimo=True, mimo_rank=2, rope_fraction=1.0, is_outproj_norm=True)
+QUATERNION = mk.Mamba3Config(**SMALL3, rotation="quaternion", learnable_init_states=True)
+STILL = mk.Mamba3Config(**SMALL3, rope_fraction=0.0, learnable_init_states=True)
+ATTENTION = mk.AttentionConfig(D, n_heads=4, n_kv_heads=2)
+ROPE = mk.AttentionConfig(D, n_heads=2, rope_theta=100.0)
+WINDOW = mk.AttentionConfig(D, n_heads=2, rope_theta=100.0, window=3)
+MLP, MOE = mk.MLPConfig(D, 8), mk.MoEConfig(D, 8, n_experts=4, top_k=2)
+
+STACKS = {
+    "mamba1": {"block": MAMBA1, "n_layer": 2},
+    "mamba2": {"block": MAMBA2, "n_layer": 2},
+    "mamba2 learned": {"block": LEARNED2, "n_layer": 2},
+    "mamba3": {"block": MAMBA3, "n_layer": 2},
+    "mamba3 double": {"block": MAMBA3, "n_layer": 2},
+    "mimo": {"block": MIMO, "n_layer": 2},
+    "mimo double": {"block": MIMO, "n_layer": 1},
+    "quaternion": {"block": QUATERNION, "n_layer": 2},
+    "quaternion double": {"block": mk.Mamba3Config(**SMALL3, rotation="quaternion"), "n_layer": 1},
+    "no rotation": {"block": STILL, "n_layer": 2},
+    "attention": {"block": ATTENTION, "n_layer": 1},
+    "rope": {"block": ROPE, "n_layer": 2},
+    "window": {"block": WINDOW, "n_layer": 2},
+    "hybrid": {"layers": ((MAMBA2, MLP), (ROPE, MOE), (mk.ParallelConfig(MAMBA3, WINDOW),), (MAMBA1,))},
+}
+SHARES = {2: ((6, 7), (0, 13), (12, 1), (13, 0)), 4: ((3, 3, 3, 4), (0, 6, 1, 6), (2, 0, 0, 11), (1, 1, 10, 1))}
+
+
+def seeded(*key):
+    return torch.Generator().manual_seed(hash(key) % 2**31)
+
+
+def random(*shape, key, dtype=torch.float64):
+    return torch.randn(*shape, generator=seeded(*key), dtype=torch.float64).to(dtype)
+
+
+def made(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    stack = mk.Stack(mk.StackConfig(**STACKS[name]), dtype=dtype)
+    with torch.no_grad():
+        for i, parameter in enumerate(stack.parameters()):
+            parameter += 0.3 * random(*parameter.shape, key=(i, 7), dtype=parameter.dtype)
+    return stack
+
+
+def options(kind, rows=2):
+    """Of the whole sequence."""
+    g = seeded(len(kind))
+    flags = {
+        "mask_bs": torch.rand(rows, LENGTH, generator=g) < 0.7,
+        "reset_bs": torch.rand(rows, LENGTH, generator=g) < 0.25,
+    }
+    if "packed" in kind:
+        flags = {name: flag[:1] for name, flag in flags.items()}
+    found = {name: flags[name] for name in flags if name.split("_")[0] in kind}
+    if "packed" in kind:
+        found["cu_seqlens"] = torch.tensor([0, 4, 4, 9, LENGTH])
+    return found
+
+
+def leaves(cache):
+    if isinstance(cache, torch.Tensor):
+        return [cache] if cache.is_floating_point() else []
+    return [leaf for part in cache if not isinstance(part, str) for leaf in leaves(part)]
+
+
+def positions(cache):
+    if isinstance(cache, torch.Tensor):
+        return [] if cache.is_floating_point() else [cache]
+    return [leaf for part in cache if not isinstance(part, str) for leaf in positions(part)]
+
+
+def loss_of(y, cache, weight, share=1.0):
+    total = (y * weight).sum()
+    for i, leaf in enumerate(leaves(cache)):
+        total = total + share * (leaf * random(*leaf.shape, key=(i, 3), dtype=leaf.dtype)).sum()
+    return total
+
+
+def close(what, got, wanted, tolerance=TIGHT):
+    assert got.shape == wanted.shape, what
+    if wanted.numel():
+        got, wanted = got.detach(), wanted.detach()
+        worst = float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
+        assert worst <= tolerance, f"{what}: off by {worst:.1e} of the largest"
+
+
+def cut(tensor, lengths, rank):
+    start = sum(lengths[:rank])
+    return tensor[:, start : start + lengths[rank]]
+
+
+def pathway(stack, name, batch):
+    """A fresh cache of the pathway that the name says, where it says one."""
+    return tuple(part.with_pathway("double") for part in stack.fresh_cache(batch)) if "double" in name else None
+
+
+def compare(name, kind, lengths, mesh, *, dtype=torch.float64, tolerance=TIGHT, change=lambda stack: None):
+    """A stack called twice, the second time with the cache of the first, and gradients through both calls."""
+    what, rank = f"{name}, {kind or 'plain'}, {lengths}", mesh.get_local_rank()
+    whole = made(name, dtype)
+    change(whole)
+    shared = mk.parallel.context_parallel(copy.deepcopy(whole), mesh)
+    batch = 1 if "packed" in kind else 2
+    given = options(kind)
+    rows = len(given["cu_seqlens"]) - 1 if "packed" in kind else batch
+    x = random(batch, LENGTH, D, key=(1,), dtype=dtype).requires_grad_()
+    weight = random(batch, LENGTH, D, key=(2,), dtype=dtype)
+    y, cache = whole(x, pathway(whole, name, rows), **given)
+    z, cache = whole(y, cache, **given)
+    loss_of(z, cache, weight).backward()
+    own = {n: flag if n == "cu_seqlens" else cut(flag, lengths, rank) for n, flag in given.items()}
+    mine = cut(x.detach(), lengths, rank).clone().requires_grad_()
+    y_own, cache_own = shared(mine, pathway(shared, name, rows), **own)
+    z_own, cache_own = shared(y_own, cache_own, **own)
+    loss_of(z_own, cache_own, cut(weight, lengths, rank), 1 / mesh.size()).backward()
+    close(f"{what}: outputs", z_own, cut(z, lengths, rank), tolerance)
+    for i, (got, wanted) in enumerate(zip(leaves(cache_own), leaves(cache), strict=True)):
+        close(f"{what}: cache {i}", got, wanted, tolerance)
+    for got, wanted in zip(positions(cache_own), positions(cache), strict=True):
+        assert got.tolist() == wanted.tolist(), what
+    close(f"{what}: gradient of x", mine.grad, cut(x.grad, lengths, rank), tolerance)
+    for (n, got), (_, wanted) in zip(shared.named_parameters(), whole.named_parameters(), strict=True):
+        close(f"{what}: gradient of {n}", got.grad, wanted.grad, tolerance)
+    assert not torch.isnan(z_own).any()
+
+
+def every_family(mesh):
+    kinds = itertools.cycle(("", "reset", "mask", "mask and reset", "packed", "packed with mask and reset"))
+    shares = itertools.cycle(SHARES[mesh.size()])
+    for name in STACKS:
+        for _ in range(8 // mesh.size()):
+            compare(name, next(kinds), next(shares), mesh)
+        # Over the stacks, every kind of call with all of the shares.
+        next(kinds)
+
+
+def in_single_precision(mesh):
+    for name, kind in (("mamba1", "mask and reset"), ("mamba2", "reset"), ("mimo", "packed"), ("window", "reset")):
+        compare(name, kind, SHARES[mesh.size()][0], mesh, dtype=torch.float32, tolerance=1e-5)
+
+
+def computed_again(mesh):
+    """Layers that the backward pass computes again send again, in the same order on all ranks."""
+
+    def checkpointed(stack):
+        stack.checkpoint_layers = True
+
+    compare("hybrid", "reset", SHARES[mesh.size()][1], mesh, change=checkpointed)
+
+
+def accumulated(mesh):
+    """Gradients of two backward passes add up, each summed over the ranks once; frozen parameters have none."""
+    whole = made("mamba2")
+    whole.layers[0].mixer.D.requires_grad_(False)
+    shared = mk.parallel.context_parallel(copy.deepcopy(whole), mesh)
+    for seed in range(2):
+        x = random(2, 8, D, key=(seed, 5))
+        whole(x)[0].square().sum().backward()
+        shared(x.chunk(mesh.size(), 1)[mesh.get_local_rank()])[0].square().sum().backward()
+    for (n, got), (_, wanted) in zip(shared.named_parameters(), whole.named_parameters(), strict=True):
+        if wanted.requires_grad:
+            close(n, got.grad, wanted.grad)
+    assert shared.layers[0].mixer.D.grad is None
+    assert all(type(parameter) is torch.nn.Parameter for parameter in shared.parameters())
+
+
+def of_tokens(mesh):
+    """A language model with tied embeddings; experts are balanced over all ranks' tokens."""
+    torch.manual_seed(3)
+    config = mk.ModelConfig(layers=((MAMBA3, MOE), (ATTENTION, MLP)), vocab_size=11)
+    whole = mk.LanguageModel(config, dtype=torch.float64)
+    shared = mk.parallel.context_parallel(copy.deepcopy(whole), mesh)
+    rank, lengths = mesh.get_local_rank(), SHARES[mesh.size()][0]
+    ids = torch.randint(11, (2, LENGTH + 1), generator=seeded(4))
+
+    def loss(model, inputs, targets, share):
+        logits_bsw, _ = model(inputs)
+        return F.cross_entropy(logits_bsw.mT, targets, reduction="sum") + share * balance_loss(model)
+
+    wanted = loss(whole, ids[:, :-1], ids[:, 1:], 1.0)
+    got = loss(shared, cut(ids[:, :-1], lengths, rank), cut(ids[:, 1:], lengths, rank), 1 / mesh.size())
+    wanted.backward()
+    got.backward()
+    total = got.detach().clone()
+    dist.all_reduce(total)
+    close("loss", total, wanted.detach())
+    for (n, own), (_, one) in zip(shared.named_parameters(), whole.named_parameters(), strict=True):
+        close(n, own.grad, one.grad)
+    with torch.no_grad(), mk.parallel.whole_sequences():
+        close("on each rank by itself", shared(ids)[0], whole(ids)[0])
+    with torch.no_grad():
+        close("without gradients", shared(cut(ids, lengths, rank))[0], cut(whole(ids[:, :-1])[0], lengths, rank))
+
+
+def sent(mesh, name, length):
+    """Bytes that a rank hands to collectives in a forward and a backward pass."""
+    counted = []
+
+    def count(inner, which):
+        def call(*args, **named):
+            counted.append(args[which].numel() * args[which].element_size())
+            return inner(*args, **named)
+
+        return call
+
+    stack = mk.parallel.context_parallel(made(name), mesh)
+    inner = dist.all_gather, dist.all_reduce
+    dist.all_gather, dist.all_reduce = count(inner[0], 1), count(inner[1], 0)
+    try:
+        stack(random(1, length, D, key=(1,)))[0].sum().backward()
+    finally:
+        dist.all_gather, dist.all_reduce = inner
+    return counted
+
+
+def bytes_sent(mesh):
+    for name in ("mamba1", "mamba2", "mimo", "quaternion"):
+        short, long = sent(mesh, name, 4), sent(mesh, name, 40)
+        assert short == long, name
+        # What is said about the call and its rows; then per layer the state, or the convolution's window and the state.
+        per_layer = 1 if name in ("mimo", "quaternion") else 2
+        in_each_pass = 2 * per_layer
+        assert len(short) == 2 + 2 * in_each_pass + len(("gradients of all parameters",)), name
+    assert sum(sent(mesh, "window", 40)) > sum(sent(mesh, "window", 4))
+
+
+def refusals(mesh):
+    stack = mk.parallel.context_parallel(made("mamba2"), mesh)
+    rank = mesh.get_local_rank()
+    with pytest.raises(ValueError, match="step takes one token"):
+        stack.step(torch.zeros(1, D))
+    with pytest.raises(ValueError, match="context parallel already"):
+        mk.parallel.context_parallel(stack, mesh)
+    with pytest.raises(ValueError, match="the ranks differ in rows"):
+        stack(torch.zeros(1 + rank, 3, D, dtype=torch.float64))
+    mask = {"mask_bs": torch.ones(1, 3, dtype=torch.bool)} if rank else {}
+    with pytest.raises(ValueError, match="the ranks differ in mask_bs"):
+        stack(torch.zeros(1, 3, D, dtype=torch.float64), **mask)
+    with pytest.raises(ValueError, match="cu_seqlens ends at 3, and the ranks' shares have"):
+        stack(torch.zeros(1, 3, D, dtype=torch.float64), cu_seqlens=torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="expected a DeviceMesh"):
+        mk.parallel.context_parallel(made("mamba2"), dist.group.WORLD)
+    with pytest.raises(ValueError, match="no block"):
+        mk.parallel.context_parallel(torch.nn.Linear(2, 2), mesh)
+    both = mk.BidirectionalStack(mk.BidirectionalConfig(block=MAMBA2, n_layer=2))
+    with pytest.raises(ValueError, match="both ends"):
+        mk.parallel.context_parallel(both, mesh)
+    marked = mk.Stack(mk.StackConfig(block=MAMBA2, n_layer=1, stack_latents=(0,)))
+    with pytest.raises(ValueError, match="class tokens"):
+        mk.parallel.context_parallel(marked, mesh)
+    assert type(next(iter(stack.parameters()))) is torch.nn.Parameter
+
+
+def one_process(rank, ranks, folder, *checks):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for check in checks:
+        check(mesh)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks(ranks, tmp_path):
+    checks = (every_family, in_single_precision, computed_again, accumulated, of_tokens, bytes_sent, refusals)
+    spawn(one_process, (ranks, tmp_path, *checks), nprocs=ranks)
