@@ -17,7 +17,7 @@ KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint format bench site kernels headers sanitize sanitize-threads fuzz mutations llama-check torture serve-proofs wheel wheel-check clean
+.PHONY: demo test quick check lint format bench gpu-check gpu-gate site kernels headers sanitize sanitize-threads fuzz mutations llama-check torture serve-proofs wheel wheel-check clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -136,6 +136,15 @@ wheel-check: wheel
 	$(WHEEL)/env/bin/pip uninstall -q -y mambakit
 	PATH="$(CURDIR)/$(WHEEL)/env/bin" pip install -q --no-cache-dir torch==$(TORCH) $(WHEEL)/dist/*.tar.gz
 	$(PYTHON) tests/wheel_check.py $(WHEEL)/env --without-kernels
+
+# What a person with a GPU runs to send us a report: proofs, times, one JSON.
+gpu-check: .venv/.ok
+	$(PY) -m benchmarks.gpu
+
+# Every kernel compiled for every GPU of the table in docs/gpu.md, which needs none; an hour or so after a change to all kernels.
+gpu-gate: .venv/.ok
+	$(PY) -m mambakit.kernels.triton.gate
+	$(PY) -m benchmarks.gpu_tables
 
 bench: .venv/.ok
 	$(PY) -m benchmarks.ssd

@@ -19,20 +19,15 @@ pytestmark = [
 ]
 # File and what of it: the interpreter is slow, so of long lists some.
 CLAIMS = {
-    "agreement": (
-        "test_agreement.py",
-        "triton and (any_length or dtypes or narrow or autocast or strided or untouched)",
-    ),
     "recurrence": ("test_agreement.py", "triton and (recurrence[5- or segments[0.5-3)"),
     "gradients": ("test_gradients.py", "triton and not all_seven and not segments and not one_input"),
-    "all gradients": ("test_gradients.py", "triton and (gradients[5- or segments[0.6-4)"),
-    "conv": ("test_causal_conv.py", "triton and (infinities or silu or loop[17-3 or whole[3-4)"),
+    "conv": ("test_causal_conv.py", "triton and silu"),
     "norm": ("test_norm.py", "triton and (golden or loop[shape2-4)"),
-    "scan": ("test_selective_scan.py", "triton and not around_the_scan"),
-    "around the scan": ("test_selective_scan.py", "triton and around_the_scan and 9"),
+    "scan": ("test_selective_scan.py", "triton and (starts_from_zero or keeps_the_inputs)"),
+    "proof": ("test_triton_proof.py", "test"),
     "guards": ("test_triton_kernels.py", "outside or order"),
     "sizes": ("test_triton_kernels.py", "not outside and not order"),
-    "parts": ("test_triton_kernels.py", "products or (odd and (33 or 9)) or every_dtype"),
+    "parts": ("test_triton_kernels.py", "products or every_dtype"),
 }
 # Products in parts, as on a GPU, take the interpreter several times as long.
 IN_PARTS = {"parts": {"MAMBAKIT_TRITON_PARTS": "1"}}

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from mambakit.tools.checks import Check, devices, kernels, operations, run_checks, versions
+from mambakit.tools.checks import Check, devices, kernels, operations, proofs, run_checks, versions
 from mambakit.tools.measure import environment, progress, table
 
 EXAMPLE = "mambakit doctor --json"
@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> None:
         "devices": devices(),
         "kernels": kernels(),
         "operations": dict(operations()),
+        "proofs": proofs(),
         "seconds": round(time.perf_counter() - start, 1),
     }
     if args.json:
@@ -58,6 +59,16 @@ def describe(found: dict[str, Any], checks: list[Check]) -> str:
         "",
     ]
 
+    if found["proofs"]:
+        shown = [
+            [
+                *(row[name] for name in ("device", "operation", "dtype", "case")),
+                *(f"{row['error']:.1e}", f"{row['limit']:.0e}"),
+                "passed" if row["passed"] else f"FAILED, not used: {row['reason']}",
+            ]
+            for row in found["proofs"]
+        ]
+        lines += [table(["device", "operation", "dtype", "proof on the device", "error", "allowed", ""], shown), ""]
     groups: dict[tuple[str, ...], list[Check]] = {}
     for check in checks:
         groups.setdefault((check.device, check.dtype, check.backend), []).append(check)

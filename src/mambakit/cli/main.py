@@ -30,6 +30,7 @@ VERBS = (
     Entry("experiment", "reproduce results: state tracking, recall, digits", "mambakit.cli.experiment"),
     Entry("bench", "time and memory beside this machine's limits", "mambakit.cli.bench"),
     Entry("doctor", "what is installed, what is used, and whether its numbers are right", "mambakit.cli.doctor"),
+    Entry("tune", "time the tiles of GPU kernels on this machine and keep the fastest", "mambakit.cli.tune"),
     Entry("convert", "change the format of a checkpoint", "mambakit.cli.convert"),
     Entry("quantize", "a checkpoint with weights in 8 or 4 bits", "mambakit.cli.quantize"),
     Entry("export", "files for llama.cpp, ONNX runtimes or AOTInductor", "mambakit.cli.export"),

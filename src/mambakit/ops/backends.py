@@ -41,6 +41,12 @@ class Backend:
     """More about it, where it can be used."""
     why_not_auto: Callable[[str, Sequence[Tensor | None]], str | None] = lambda operation, tensors: None
     """Of an operation and a call it can run: why `"auto"` passes it over all the same."""
+    warn: Callable[[str, Sequence[Tensor | None]], None] = lambda operation, tensors: None
+    """Of the same: warns if there is something to warn of where it runs because it was asked for."""
+    prove: Callable[[], list[dict[str, Any]]] = list
+    """Its kernels against torch's operators on the devices here: a finding per case, with its error and limit."""
+    tune: Callable[[], list[dict[str, Any]]] | None = None
+    """Times its choices on the devices here and keeps the best; returns what it measured."""
 
     def why_not(self, tensors: Sequence[Tensor | None]) -> str | None:
         reason = self.why_missing()

@@ -117,6 +117,8 @@ class Operation:
             reason = f"it has no {self.name}"
         if reason is not None:
             raise ValueError(f'backend "{name}" cannot run {self.name}: {reason}; "auto" and "torch" run anywhere')
+        if kernel is not None:
+            kernel.backend.warn(self.name, tensors)
         return self._note(kernel, {})
 
     def offer(self, *tensors: Tensor | None) -> Kernel | None:

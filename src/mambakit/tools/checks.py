@@ -88,6 +88,11 @@ def operations() -> list[tuple[str, str]]:
     ]
 
 
+def proofs() -> list[dict[str, Any]]:
+    """What kernels found that have to prove themselves on the device they run on."""
+    return [row for backend in BACKENDS.values() if backend.why_missing() is None for row in backend.prove()]
+
+
 def run_checks() -> Iterator[Check]:
     """Every check on every device, in every dtype and backend that can run there."""
     for device in devices():

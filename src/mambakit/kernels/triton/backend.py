@@ -1,7 +1,9 @@
 """The backends of the Triton kernels: `"triton"`, and `"triton_fast"` with fewer digits."""
 
+import importlib
 import importlib.metadata
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -51,7 +53,48 @@ def about() -> dict[str, Any]:
 def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
     if interpreted():
         return "Triton's interpreter is for tests"
-    return None
+    return caution(operation, tensors)
+
+
+def caution(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
+    """What the proof on the device says against a kernel, which it runs if nobody has."""
+    if interpreted():
+        return None
+    first = next(t for t in tensors if t is not None and t.is_floating_point())
+    return verdict(operation, str(first.device), first.dtype)
+
+
+def warn(operation: str, tensors: Sequence[Tensor | None]) -> None:
+    against = caution(operation, tensors)
+    if against is not None:
+        warnings.warn(f'backend "triton" runs {operation} because it was asked for: {against}', stacklevel=3)
+
+
+def verdict(operation: str, device: str, dtype: torch.dtype) -> str | None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "it has not proved itself on this device, which a graph's capture cannot wait for: run mambakit doctor"
+    return importlib.import_module("mambakit.kernels.triton.prove").verdict(operation, device, dtype)
+
+
+# A compiler asks once, as above.
+verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def prove() -> list[dict[str, Any]]:
+    """Every kernel on every device here, for `mambakit doctor`."""
+    proof = importlib.import_module("mambakit.kernels.triton.prove")
+    devices = [torch.device("cuda", i) for i in range(0 if interpreted() else torch.cuda.device_count())]
+    return [
+        {"device": str(device), **row._asdict(), "passed": row.passed}
+        for device in devices
+        for row in proof.all_findings(device)
+    ]
+
+
+def tune() -> list[dict[str, Any]]:
+    if interpreted():
+        raise ValueError("Triton's interpreter has no times worth comparing; unset TRITON_INTERPRET")
+    return importlib.import_module("mambakit.kernels.triton.tune").tune()
 
 
 def by_name_only(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
@@ -67,6 +110,9 @@ def _backend(name: str, why_not_auto: Callable[[str, Sequence[Tensor | None]], s
             why_missing=why_missing,
             about=about,
             why_not_auto=why_not_auto,
+            warn=warn,
+            prove=prove if name == "triton" else list,
+            tune=tune if name == "triton" else None,
         )
     )
 

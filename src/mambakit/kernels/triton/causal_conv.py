@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mambakit.kernels.triton.backend import implement
 from mambakit.kernels.triton.launch import launch, parts, power_of_two
+from mambakit.kernels.triton.tiles import why_refused
 from mambakit.ops.causal_conv import CAUSAL_CONV, last_inputs
 
 TAPS = 16
@@ -30,7 +31,8 @@ class Inputs:
         shared = (self.x, self.weight, self.bias, self.window, self.segments, *more)
         numbers = (self.x.stride(0), self.x.stride(1), self.s, tiles, start, width)
         programs = self.b * tiles * parts(width, self.sizes["BV"])
-        launch(kernel, programs, *shared, *numbers, BT=rows, **self.sizes)
+        warps = 8 if kernel.endswith("backward") else 4
+        launch(kernel, programs, *shared, *numbers, BT=rows, **self.sizes, warps=warps)
 
 
 def convolve(*inputs: Any) -> list[Tensor]:
@@ -68,7 +70,7 @@ def why_not(x_bsv: Tensor, weight_vk: Tensor, bias_v: Tensor | None, window_bvk:
         return f"it got {weight_vk.shape[1]} taps, at most {TAPS} are unrolled"
     if window_bvk is not None and window_bvk.dtype != x_bsv.dtype:
         return f"it got a window of {window_bvk.dtype} beside tokens of {x_bsv.dtype}"
-    return None
+    return why_refused("causal_conv, backward", x_bsv.dtype, x_bsv.device) if torch.is_grad_enabled() else None
 
 
 implement(CAUSAL_CONV, convolve, convolve_backward, why_not)

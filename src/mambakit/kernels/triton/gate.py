@@ -1,15 +1,16 @@
 """The compile gate: kernels compiled for GPUs that need not be here, and what their binaries say.
 
-`python -m mambakit.kernels.triton.gate [target ...]` compiles what `gate.json` does not hold yet and writes it there.
+`python -m mambakit.kernels.triton.gate [target ...]` compiles what `gate.json` does not hold yet and writes it there;
+`--into FILE` is another table, `--from FILE ...` takes over the rows of others.
 """
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mambakit.kernels.triton.launch import Launch, function
 from mambakit.kernels.triton.shapes import Shape, shapes
 from mambakit.kernels.triton.source import source_hash
 from mambakit.kernels.triton.tiles import CANDIDATES, TABLE, Tiles
+from mambakit.kernels.triton.tiles import key_of as tiles_key
 
 TARGETS: dict[str, tuple[str, Any, int]] = {
     **{f"sm_{n}": ("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)},
@@ -130,7 +132,8 @@ def run(target: str, shape: Shape, chosen: dict[str, list[int]]) -> dict[str, An
         found, reason = judge(target, shape, shape.launches)
         return row | {"kernels": found, "reason": reason}
     pass_ = "backward" if shape.name.endswith("backward") else "forward"
-    key = f"{pass_} {shape.launches[0].sizes['IN']}"
+    sizes = shape.launches[0].sizes
+    key = tiles_key(pass_, sizes["IN"], sizes["M"])
     tried = [Tiles(*chosen[key])] if key in chosen else CANDIDATES[pass_]
     for tiles in tried:
         found, reason = judge(target, shape, [with_tiles(call, tiles) for call in shape.launches])
@@ -141,25 +144,57 @@ def run(target: str, shape: Shape, chosen: dict[str, list[int]]) -> dict[str, An
     return row
 
 
-def main(targets: list[str]) -> None:
+def read_table(file: Path) -> dict[str, Any]:
+    """What a file holds about these sources and this Triton."""
     fresh = {"triton": importlib.metadata.version("triton"), "source": source_hash()}
-    table = json.loads(TABLE.read_text("utf-8")) if TABLE.is_file() else {}
+    table = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     if {name: table.get(name) for name in fresh} != fresh:
         table = {**fresh, "tiles": {}, "refused": {}, "rows": []}
-    done = {(row["target"], row["shape"], row["dtype"]) for row in table["rows"]}
-    for dtype in (torch.bfloat16, torch.float32):
+    return table
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["target"], row["shape"], row["dtype"]
+
+
+def add(table: dict[str, Any], row: dict[str, Any]) -> None:
+    table["rows"].append(row)
+    if row["reason"] is not None:
+        name = f"{row['shape']}, {row['dtype']}"
+        table["refused"].setdefault(row["target"], {})[name] = f"the compile gate refused it: {row['reason']}"
+
+
+def take_over(table: dict[str, Any], other: dict[str, Any]) -> None:
+    known = {key_of(row) for row in table["rows"]}
+    for row in other["rows"]:
+        if key_of(row) not in known:
+            add(table, row)
+    for target, tiles in other["tiles"].items():
+        table["tiles"].setdefault(target, {}).update(tiles)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*", help="all if none is given")
+    parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+    parser.add_argument("--into", type=Path, default=TABLE)
+    parser.add_argument("--from", nargs="+", type=Path, dest="others", help="only take over rows")
+    args = parser.parse_args()
+    table = read_table(args.into)
+    for other in args.others or ():
+        take_over(table, read_table(other))
+    done = {key_of(row) for row in table["rows"]}
+    for dtype in () if args.others else (getattr(torch, name) for name in args.dtype):
         for shape in shapes(dtype):
-            for target in targets or TARGETS:
+            for target in args.targets or TARGETS:
                 if (target, shape.name, str(dtype).removeprefix("torch.")) in done:
                     continue
                 row = run(target, shape, table["tiles"].setdefault(target, {}))
-                table["rows"].append(row)
-                if row["reason"] is not None:
-                    name = f"{row['shape']}, {row['dtype']}"
-                    table["refused"].setdefault(target, {})[name] = f"the compile gate refused it: {row['reason']}"
-                TABLE.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+                add(table, row)
+                args.into.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
                 print(target, row["shape"], row["dtype"], row.get("tiles", ""), row["reason"] or "fits", flush=True)
+    args.into.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from mambakit.kernels.triton.backend import implement
 from mambakit.kernels.triton.launch import launch, parts, power_of_two
+from mambakit.kernels.triton.tiles import why_refused
 from mambakit.ops.norm import FINISH
 
 WIDEST = 16_384
 """Most channels of a group: a program holds one."""
+WIDE = 1536
 ROWS = 32
 """Rows whose shares of the parameters' gradients one program adds up."""
 
@@ -70,8 +72,14 @@ def finish_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor 
 
 
 def why_not(*tensors: Any) -> str | None:
-    width = tensors[0].shape[-1] if tensors[0].dim() else 0
-    return f"it got {width} channels, at most {WIDEST} fit" if width > WIDEST else None
+    x = tensors[0]
+    width = x.shape[-1] if x.dim() else 0
+    if width > WIDEST:
+        return f"it got {width} channels, at most {WIDEST} fit"
+    # The gate's group of 1536 channels stands for all wide ones.
+    if width < WIDE or not torch.is_grad_enabled():
+        return None
+    return why_refused(f"finish {WIDE}, ranks 1, backward", x.dtype, x.device)
 
 
 implement(FINISH, finish, finish_backward, why_not)

@@ -11,7 +11,7 @@ from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.launch import Launch, recording
 from mambakit.ops.norm import GATE_FIRST, NORM_FIRST
 
-HEADS = ((64, 128, 1), (64, 128, 4), (64, 64, 1), (128, 128, 1), (128, 64, 4))
+HEADS = ((64, 128, 1), (64, 128, 4), (128, 64, 1), (128, 128, 4))
 """Channels, state and ranks of a head: Mamba-2 and Mamba-3 as published, and what their presets allow."""
 WIDTH, TOKENS = 1536, 256
 
@@ -39,7 +39,8 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
         return torch.empty(sizes, dtype=torch.float32, device="meta")
 
     segments, needs = torch.empty((2, TOKENS), dtype=torch.int64, device="meta"), [True] * 9
-    for p, r, m in HEADS:
+
+    def core(p: int, r: int, m: int) -> Iterator[Shape]:
         h = WIDTH // p
         v, b = data(2, TOKENS, m, h, p), data(2, TOKENS, m, 1, r)
         inputs = (v, b, b, *(wide(2, TOKENS, h) for _ in range(3)), wide(2, h, p, r), segments, 0)
@@ -47,6 +48,8 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
         grads = [v, wide(2, h, p, r)]
         backward = recorded(ssd.backward, EXACT, grads, *inputs, needs)
         yield Shape(f"ssd {p}x{r}, ranks {m}, backward", dtype, backward)
+
+    yield from core(*HEADS[0])
     x = data(2, TOKENS, WIDTH)
     conv = (x, data(WIDTH, 4), data(WIDTH), data(2, WIDTH, 4), segments, None, [WIDTH], True)
     yield Shape("causal_conv", dtype, recorded(causal_conv.convolve, *conv))
@@ -58,7 +61,7 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
         yield Shape(
             f"finish {group}, ranks {m}, backward", dtype, recorded(norm.finish_backward, [rows], *finish, needs)
         )
-    for r, m in ((128, 1), (128, 4), (64, 4)):
+    for r, m in ((128, 1), (128, 4)):
         b, h = data(2, TOKENS, m, 1, r), 24
         angles = (data(2, TOKENS, r // 4), wide(2, TOKENS, h), wide(2, h, r // 4), segments, 1e-5, 1.0, True)
         prepare = (b, b, data(r), data(r), data(h, m, r), data(h, m, r), *angles)
@@ -72,8 +75,15 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
     yield Shape("selective_scan 16", dtype, recorded(selective_scan.scan, *scan))
     backward = recorded(selective_scan.scan_backward, [x, wide(2, WIDTH, 16)], *scan, needs)
     yield Shape("selective_scan 16, backward", dtype, backward)
-    if dtype != torch.float32:
-        return
+    if dtype == torch.float32:
+        yield from steps(wide)
+    for head in HEADS[1:]:
+        yield from core(*head)
+
+
+def steps(wide: Callable[..., Tensor]) -> Iterator[Shape]:
+    """Which are for float32 only."""
+    dtype = torch.float32
     conv_step = (wide(2, 2 * WIDTH), wide(2, WIDTH, 4), wide(WIDTH, 4), wide(WIDTH))
     yield Shape("mamba1_step_conv", dtype, recorded(fused_step.mamba1_step_conv, *conv_step))
     row = wide(2, WIDTH)

@@ -28,7 +28,7 @@ class Inputs:
         g, r = b_bsmgr.shape[3:]
         ranks = power_of_two(m)
         wide = max((t.dtype for t in (v_bsmhp, b_bsmgr, c_bsmgr)), key=precision.inputs.__getitem__)
-        tiles = tiles_for(pass_, precision.inputs[wide], v_bsmhp.device)
+        tiles = tiles_for(pass_, precision.inputs[wide], m, v_bsmhp.device)
         rows = min(max(power_of_two(chunk_len * ranks), 16), tiles.BT) if chunk_len else max(tiles.BT, ranks)
         self.batch, self.length, self.chunks = b, s, parts(s, rows // ranks)
         self.precision = precision

@@ -55,11 +55,16 @@ def target_of(index: int | None) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-def tiles_for(pass_: str, parts: int, device: torch.device) -> Tiles:
-    """For a pass with `parts` bfloat16 numbers per input; the smallest where the table does not know the device."""
+def key_of(pass_: str, parts: int, ranks: int) -> str:
+    """Which tiles serve a call: by its pass, the bfloat16 numbers of an input, and whether it has ranks to sum over."""
+    return f"{pass_} {parts}" + (" ranks" if ranks > 1 else "")
+
+
+def tiles_for(pass_: str, parts: int, ranks: int, device: torch.device) -> Tiles:
+    """The table's, or what was tuned; the smallest where nobody knows the device."""
     if device.type != "cuda":
         return CANDIDATES[pass_][0]
-    key = f"{pass_} {parts}"
+    key = key_of(pass_, parts, ranks)
     for found in (
         tuned().get(torch.cuda.get_device_name(device), {}),
         table()["tiles"].get(target_of(device.index), {}),

@@ -1,0 +1,111 @@
+"""The compile gate: kernels compiled for GPUs that are not here fit them, and one compilation serves every length."""
+
+import importlib
+import importlib.util
+import json
+import os
+
+import pytest
+import torch
+
+from cases import INTERPRETED
+from mambakit.kernels.triton import causal_conv, gate, mamba3_prepare, norm, selective_scan, ssd
+from mambakit.kernels.triton.backend import EXACT
+from mambakit.kernels.triton.launch import function, recording
+from mambakit.kernels.triton.shapes import shapes
+from mambakit.kernels.triton.source import source_hash
+from mambakit.kernels.triton.tiles import TABLE
+
+compiles = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or INTERPRETED,
+    reason="Triton is not installed (mambakit[gpu]), or runs its interpreter",
+)
+ROWS = json.loads(TABLE.read_text("utf-8"))
+# Of each maker one; MAMBAKIT_GATE=1 for all of the table.
+SOME = [("sm_90", "ssd 64x128, ranks 1", "bfloat16"), ("gfx942", "ssd 64x128, ranks 1", "bfloat16")]
+CHECKED = [(r["target"], r["shape"], r["dtype"]) for r in ROWS["rows"]] if os.environ.get("MAMBAKIT_GATE") else SOME
+
+
+def test_the_table_is_about_these_kernels():
+    assert ROWS["source"] == source_hash(), "the kernels have changed: make gpu-gate"
+
+
+def test_every_row_fits_or_says_why_not():
+    for row in ROWS["rows"]:
+        refused = ROWS["refused"].get(row["target"], {}).get(f"{row['shape']}, {row['dtype']}")
+        assert (row["reason"] is None) == (refused is None)
+        if row["reason"] is None:
+            for kernel, found in row["kernels"].items():
+                assert gate.why_not(row["target"], found, kernel.startswith("ssd.")) is None
+                assert found["atomics"] == 0
+
+
+def test_the_core_fits_everywhere():
+    """Mamba-2's and Mamba-3's heads of 64 with states of 128, forward and backward, on every target."""
+    fits = {(r["target"], r["shape"], r["dtype"]) for r in ROWS["rows"] if r["reason"] is None}
+    for target in gate.TARGETS:
+        for end in ("", ", backward"):
+            assert (target, f"ssd 64x128, ranks 1{end}", "bfloat16") in fits
+
+
+@compiles
+@pytest.mark.parametrize(("target", "name", "dtype"), CHECKED)
+def test_compiles_as_the_table_says(target, name, dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shape = next(shape for shape in shapes(getattr(torch, dtype)) if shape.name == name)
+    want = next(r for r in ROWS["rows"] if (r["target"], r["shape"], r["dtype"]) == (target, name, dtype))
+    got = gate.run(target, shape, {key: list(tiles) for key, tiles in ROWS["tiles"][target].items()})
+    assert got["reason"] == want["reason"]
+    assert got["kernels"] == want["kernels"]
+
+
+def specializations(call, *inputs) -> dict[str, set[str]]:
+    """What Triton would compile for the launches of a call, by its own rules."""
+    jit, compiler, backends = map(
+        importlib.import_module, ("triton.runtime.jit", "triton.compiler", "triton.backends.compiler")
+    )
+    backend = compiler.make_backend(backends.GPUTarget("cuda", 90, 32))
+    found: dict[str, set[str]] = {}
+    with recording() as log:
+        call(*inputs)
+    for launch in log:
+        kernel = function(launch.kernel)
+        bind = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, _ = bind(*launch.arguments, **launch.sizes)
+        name = launch.kernel + str(launch.sizes.get("BACK", ""))
+        found.setdefault(name, set()).add(str(specialization))
+    return found
+
+
+@compiles
+def test_twenty_lengths_are_one_compilation():
+    found: dict[str, set[str]] = {}
+    for s in (1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 255, 256, 300):
+        v, b = torch.zeros(2, s, 1, 3, 16), torch.zeros(2, s, 1, 1, 16)
+        weights = [torch.zeros(2, s, 3) for _ in range(3)]
+        state, segments = torch.zeros(2, 3, 16, 16), torch.zeros(2, s, dtype=torch.int64)
+        core = (v, b, b, *weights, state, segments, 0)
+        x, bc, needs = torch.zeros(2, s, 48), torch.zeros(2, s, 1, 16), [True] * 9
+        conv = (x, torch.zeros(48, 4), torch.zeros(48), torch.zeros(2, 48, 4), segments, None, [48], True)
+        rows = x.flatten(0, 1)
+        ends = (rows[:, None], rows, torch.zeros(48), rows, None, None, None, torch.zeros(48), 48, 1, 1e-5)
+        turned = (b, b, torch.zeros(16), torch.zeros(16), torch.zeros(3, 1, 16), torch.zeros(3, 1, 16))
+        turned = (*turned, torch.zeros(2, s, 4), weights[0], torch.zeros(2, 3, 4), segments, 1e-5, 1.0, True)
+        out = torch.zeros(2, s, 1, 3, 16)
+        scan = (x, x, torch.zeros(48, 16), bc, bc, None, torch.zeros(48), x, torch.zeros(48), None, True)
+        for call in (
+            (ssd.forward, EXACT, *core),
+            (ssd.backward, EXACT, [v, state], *core, needs),
+            (causal_conv.convolve, *conv),
+            (causal_conv.convolve_backward, [x, conv[3]], *conv, needs),
+            (norm.finish, *ends),
+            (norm.finish_backward, [rows], *ends, needs),
+            (mamba3_prepare.prepare, *turned),
+            (mamba3_prepare.prepare_backward, [out, out, turned[8]], *turned, needs),
+            (selective_scan.scan, *scan),
+            (selective_scan.scan_backward, [x, torch.zeros(2, 48, 16)], *scan, needs),
+        ):
+            for name, keys in specializations(*call).items():
+                found.setdefault(f"{call[0].__module__}.{call[0].__name__} {name}", set()).update(keys)
+    assert len(found) > 10
+    assert {name: len(keys) for name, keys in found.items() if len(keys) > 1} == {}

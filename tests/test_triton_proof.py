@@ -1,0 +1,89 @@
+"""Proof on the device, in the interpreter: a broken kernel is caught and not used, a verdict outlives nothing."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cases import INTERPRETED
+from mambakit.kernels.triton import backend, prove
+from mambakit.ops.causal_conv import CAUSAL_CONV, causal_conv
+from mambakit.ops.operation import explain
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the processes of test_triton_interpreter.py")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def trusted_like_a_gpu(tmp_path, monkeypatch):
+    """Verdicts in a folder of their own, and asked for as on a GPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert backend.why_missing() is None, "asked before the interpreter hides itself, and remembered"
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    monkeypatch.delitem(CAUSAL_CONV.kernels, "cpu")
+    prove.kept_verdict.cache_clear()
+    yield
+    prove.kept_verdict.cache_clear()
+
+
+def break_it(monkeypatch, error: float) -> None:
+    kernel = CAUSAL_CONV.kernels["triton"]
+
+    def wrong(*inputs):
+        return [y * (1 + error) for y in kernel.forward(*inputs)]
+
+    monkeypatch.setitem(CAUSAL_CONV.kernels, "triton", dataclasses.replace(kernel, forward=wrong))
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(1, 5, 8), torch.randn(8, 4)
+
+
+def test_a_right_kernel_is_used():
+    (choice,) = explain(causal_conv, *inputs())
+    assert choice.ran == "triton"
+    assert prove.verdict_file(CPU).is_file()
+
+
+def test_a_broken_kernel_is_caught_and_not_used(monkeypatch):
+    break_it(monkeypatch, 1e-3)
+    (choice,) = explain(causal_conv, *inputs())
+    assert choice.ran == "torch"
+    assert "failed its proof on this device (float32, 4 taps): its error is" in choice.passed_over["triton"]
+    x, weight = inputs()
+    with pytest.warns(UserWarning, match=r'"triton" runs causal_conv because it was asked for: it failed its proof'):
+        y, _ = causal_conv(x, weight, backend="triton")
+    assert torch.allclose(y, causal_conv(x, weight, backend="torch")[0] * 1.001)
+
+
+def test_a_kernel_that_raises_is_caught(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of resources")
+
+    kernel = CAUSAL_CONV.kernels["triton"]
+    monkeypatch.setitem(CAUSAL_CONV.kernels, "triton", dataclasses.replace(kernel, forward=fail))
+    verdict = prove.verdict("causal_conv", "cpu", torch.float32)
+    assert verdict is not None
+    assert "RuntimeError: out of resources" in verdict
+
+
+def test_a_verdict_is_kept_until_something_changes(monkeypatch):
+    measured = []
+    finding = prove.Finding("causal_conv", "float32", "4 taps", 0.0, 1e-5)
+    monkeypatch.setattr(prove, "measure", lambda *about: measured.append(about) or [finding])
+    for _ in range(2):
+        assert prove.findings("causal_conv", CPU, torch.float32) == [finding]
+    assert len(measured) == 1
+    monkeypatch.setattr(prove, "source_hash", lambda: "other sources")
+    prove.findings("causal_conv", CPU, torch.float32)
+    assert len(measured) == 2
+    monkeypatch.setattr(prove.importlib.metadata, "version", lambda name: "another Triton")
+    prove.findings("causal_conv", CPU, torch.float32)
+    assert len(measured) == 3
+
+
+@pytest.mark.parametrize("operation", [*prove.STEPS, "finish", "mamba3_prepare"])
+def test_every_proof_passes(operation):
+    findings = prove.findings(operation, CPU, torch.float32)
+    assert findings
+    assert all(finding.passed for finding in findings), findings
