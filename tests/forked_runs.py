@@ -96,15 +96,15 @@ def kills(folder: Path) -> None:
     print(f"{killed} kills in {runs} runs")
 
 
-def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None]) -> None:
-    """So many processes that know each other."""
+def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1) -> None:
+    """So many processes that know each other, `context` of them with shares of the same rows."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
 
     def one(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks = Ranks(parallel, "cpu")
+        ranks = Ranks(parallel, "cpu", context)
         work(ranks)
         ranks.close()
 
@@ -112,9 +112,13 @@ def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None]) -> None:
     assert codes == [0] * world, codes
 
 
-def spread(folder: Path, parallel: str, world: int, **changed) -> None:
+def spread(folder: Path, parallel: str, world: int, context: int = 1, **changed) -> None:
     """One run on so many ranks."""
-    on_ranks(parallel, world, lambda ranks: train(make_trainer(ranks, **changed), folder, Bytes(), Silent()) and None)
+
+    def work(ranks: Ranks) -> None:
+        train(make_trainer(ranks, **changed), folder, Bytes(), Silent())
+
+    on_ranks(parallel, world, work, context)
 
 
 def resumed(source: Path, target: Path, parallel: str, world: int, **changed) -> None:
@@ -140,6 +144,17 @@ def ranks(folder: Path) -> None:
     spread(folder / "1-lora", "ddp", 1, lora=2, **exact)
     for parallel in ("ddp", "fsdp"):
         spread(folder / f"2-{parallel}-lora", parallel, 2, lora=2, **exact)
+
+
+def contexts(folder: Path) -> None:
+    """Ranks that share sequences, alone and with others that have other rows."""
+    exact = {"steps": 8, "dtype": torch.float64}
+    spread(folder / "1", "ddp", 1, **exact)
+    for parallel in ("ddp", "fsdp"):
+        spread(folder / f"2-{parallel}", parallel, 2, context=2, accumulate=2, **exact)
+        spread(folder / f"4-{parallel}", parallel, 4, context=2, boundaries="reset", **exact)
+    resumed(folder / "2-fsdp", folder / "2-fsdp-then-1", "ddp", 1, **exact)
+    resumed(folder / "1", folder / "1-then-4-ddp", "ddp", 4, context=4, **exact)
 
 
 def bad_steps(_: Path) -> None:
@@ -220,4 +235,6 @@ def compare_shards(ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"kills": kills, "ranks": ranks, "shards": shards, "bad_steps": bad_steps}[sys.argv[1]](Path(sys.argv[2]))
+    {"kills": kills, "ranks": ranks, "shards": shards, "bad_steps": bad_steps, "contexts": contexts}[sys.argv[1]](
+        Path(sys.argv[2])
+    )

@@ -21,6 +21,7 @@ def public_functions(module) -> list[str]:
 
 NAMES = {f"mambakit.{name}": getattr(mk, name) for name in mk.__all__ if not inspect.ismodule(getattr(mk, name))}
 NAMES |= {f"mambakit.inference.{name}": getattr(mk.inference, name) for name in mk.inference.__all__}
+NAMES |= {f"mambakit.parallel.{name}": getattr(mk.parallel, name) for name in mk.parallel.__all__}
 NAMES |= {f"mambakit.caches.{name}": getattr(mk.caches, name) for name in public_functions(mk.caches)}
 
 

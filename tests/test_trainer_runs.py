@@ -71,6 +71,15 @@ def test_ranks_give_the_losses_of_one_process(ranks, run, parallel):
     assert found != [found[0]] * 8
 
 
+def test_ranks_that_share_sequences_give_the_losses_of_one_process(tmp_path):
+    forked_runs("contexts", tmp_path)
+    expected = losses(tmp_path / "1")
+    for run in ("2-ddp", "2-fsdp", "4-ddp", "4-fsdp", "2-fsdp-then-1", "1-then-4-ddp"):
+        found = losses(tmp_path / run)
+        assert len(found) == 8
+        assert found == pytest.approx(expected, abs=1e-9), run
+
+
 @pytest.mark.parametrize(
     "run", ["2-ddp-muon", "2-fsdp-muon", "1-then-2-ddp-muon", "1-then-2-fsdp-muon", "2-fsdp-then-2-ddp-muon"]
 )

@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the run: checkpoints, logs, the model")
     parser.add_argument("--resume", action="store_true", help="go on with the run in DIR, whose options are kept")
     parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="under torchrun: whole models or shares")
+    parser.add_argument(
+        "--context-parallel", type=int, default=1, metavar="N", help="under torchrun: N processes share each sequence"
+    )
     parser.add_argument("--device", help="cpu, cuda or mps; default: cuda if there is one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     for name, option in OPTIONS.items():
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         if given.get(name) and Path(given[name]).exists():  # else a name on the hub
             given[name] = str(Path(given[name]).resolve())
     out, data = Path(args.out), [str(Path(path).resolve()) for path in args.data]
-    ranks = Ranks(args.parallel, args.device)
+    ranks = Ranks(args.parallel, args.device, args.context_parallel)
     try:
         with alone_in(out, ranks):
             options, notes = resumed(out, given, data) if args.resume else (begun(out, given, data), [])

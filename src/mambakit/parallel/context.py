@@ -22,13 +22,14 @@ FLAGS = ("mask_bs", "reset_bs", "cu_seqlens", "cache")
 """What all ranks have to give, or none."""
 
 
-def context_parallel(model: Model, mesh: Any) -> Model:
+def context_parallel(model: Model, mesh: Any, *, sum_gradients: bool = True) -> Model:
     """The same module, called by every rank of `mesh` with its own share of the sequences, in the order of the ranks.
 
     Shares are contiguous and of any lengths. Outputs are those of the share. `mask_bs` and `reset_bs` are the share's
     too; `cu_seqlens` is that of the whole sequence. The cache that goes in is the one before the whole sequence, and
     the one that comes out the one after it, on every rank. Gradients of parameters are those of the sum of all ranks'
-    losses, on every rank; all ranks have to call `backward`.
+    losses, on every rank; all ranks have to call `backward`. `sum_gradients=False` leaves that sum to DDP, if it is
+    around the model and its group has this mesh in it; FSDP2 is noticed.
 
     ValueError for what looks across a sequence in other ways: stacks of two directions and class tokens.
 
@@ -45,7 +46,7 @@ def context_parallel(model: Model, mesh: Any) -> Model:
     """
     group = group_of(mesh)
     check_model(model)
-    calls = Calls(group)
+    calls = Calls(group, sum_gradients)
     model.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     model.register_forward_hook(calls.end, always_call=True)
     if hasattr(model, "step"):
@@ -103,12 +104,12 @@ def no_step(*given: Any, **named: Any) -> Any:
 class Calls:
     """What a model's calls are between: a boundary, and parameters whose gradients are summed."""
 
-    def __init__(self, group: Any):
-        self.group = group
+    def __init__(self, group: Any, sum_gradients: bool):
+        self.group, self.sum_gradients = group, sum_gradients
         self.open: list[ExitStack] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
-        return Calls(self.group)
+        return Calls(self.group, self.sum_gradients)
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         stack = ExitStack()
@@ -117,7 +118,8 @@ class Calls:
             return args, named
         edge = Boundary(self.group)
         named = self.checked(edge, args, named)
-        stack.enter_context(SummedGradients(model, self.group))
+        if self.sum_gradients:
+            stack.enter_context(SummedGradients(model, self.group))
         stack.enter_context(Across(edge))
         return args, named
 

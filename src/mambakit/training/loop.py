@@ -12,6 +12,7 @@ from torch import Tensor
 from mambakit.blocks import caches
 from mambakit.models.language_model import LanguageModel
 from mambakit.models.lora import adapters, wrap
+from mambakit.parallel.context import whole_sequences
 from mambakit.training.batches import Rows
 from mambakit.training.examples import HeldOutAnswers, Packed
 from mambakit.training.objective import Objective, bits_per_byte
@@ -79,22 +80,25 @@ class Trainer:
     ):
         self.settings, self.rows, self.held_out = settings, rows, held_out
         self.ranks = ranks or Ranks()
-        parts = self.ranks.world * settings.accumulate
+        parts = self.ranks.replicas * settings.accumulate
+        if self.ranks.context > 1 and settings.segment_len is not None:
+            raise ValueError("segments are parts of whole rows: leave out --segment-len or --context-parallel")
         if settings.batch % parts:
             raise ValueError(
-                f"batch = {settings.batch} rows cannot be divided among {self.ranks.world} ranks with "
+                f"batch = {settings.batch} rows cannot be divided among {self.ranks.replicas} ranks with "
                 f"accumulate = {settings.accumulate}; make it a multiple of {parts}"
             )
         self.model = model.to(self.ranks.device)
         self.optimizers = Optimizers(self.model, settings, self.ranks)
+        self.ranks.split(self.model)
         self._objective = Objective(self.model, settings.segment_len, settings.balance)
         self.objective = self.ranks.averaging(self._objective)
         self.step = 0
         self.skipped = 0
         """Steps that were passed over, in the whole run."""
         self.stop_asked = False
-        own, part = settings.batch // self.ranks.world, settings.batch // parts
-        starts = range(self.ranks.rank * own, (self.ranks.rank + 1) * own, part)
+        own, part = settings.batch // self.ranks.replicas, settings.batch // parts
+        starts = range(self.ranks.replica * own, (self.ranks.replica + 1) * own, part)
         self._parts = [slice(start, start + part) for start in starts]
         self._carried: list[Any] = [None] * settings.accumulate
 
@@ -130,15 +134,17 @@ class Trainer:
         carried, loss, balance, tokens = list(self._carried), 0.0, None, 0
         for i, rows in enumerate(self._parts):
             batch = self.rows.at(self.step, rows)
-            tokens += batch.pairs_bs2[..., 0].numel()
+            pairs_bs2 = self.ranks.tokens_of(batch.pairs_bs2)
+            reset_bs = None if batch.reset_bs is None else self.ranks.tokens_of(batch.reset_bs)
+            tokens += pairs_bs2[..., 0].numel()
             cache = None if batch.starts_afresh else carried[i]
             is_last = i == len(self._parts) - 1
             with nullcontext() if is_last else self.ranks.without_averaging(self.objective):
                 with self._autocast():
                     part_loss, carried[i] = self.objective(
-                        batch.pairs_bs2.to(self.ranks.device),
+                        pairs_bs2.to(self.ranks.device),
                         cache,
-                        reset_bs=None if batch.reset_bs is None else batch.reset_bs.to(self.ranks.device),
+                        reset_bs=None if reset_bs is None else reset_bs.to(self.ranks.device),
                         scale=batch.scale,
                     )
                 balanced = self._objective.balanced
@@ -167,7 +173,7 @@ class Trainer:
         Of all, or of so many that they have `at_least` bytes or tokens.
         """
         held_out = self.held_out if at_least is None else self.held_out.first(at_least)
-        with self._autocast():
+        with self._autocast(), whole_sequences():
             return held_out.evaluate(self.model)
 
     def saved(self) -> Saved:
@@ -178,7 +184,8 @@ class Trainer:
         carried = None
         if self._carried[0] is not None:
             own = caches.to(caches.concat(self._carried), "cpu")
-            carried = caches.concat(self.ranks.gather(own))
+            # Ranks that share rows carry the same.
+            carried = caches.concat(self.ranks.gather(own)[:: self.ranks.context])
         state = {
             "settings": asdict(self.settings),
             "model": self.weights(),

@@ -16,19 +16,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mambakit.arguments import find_device
 from mambakit.models.language_model import LanguageModel
+from mambakit.parallel.context import context_parallel
 from mambakit.training.settings import PARALLEL
 
 
 class Ranks:
     """This process among the others of `torchrun`; alone where there are none.
 
-    `parallel` is "ddp", the whole model on every rank, or "fsdp", a share of every parameter on each.
+    `parallel` is "ddp", the whole model on every rank, or "fsdp", a share of every parameter on each. Neighbours, so
+    many as `context` says, have the same rows and a share of their tokens each.
     """
 
-    def __init__(self, parallel: str = "ddp", device: str | None = None):
+    def __init__(self, parallel: str = "ddp", device: str | None = None, context: int = 1):
         if parallel not in PARALLEL:
             raise ValueError(f"parallel = {parallel!r} is unknown; choose from {', '.join(PARALLEL)}")
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if context < 1 or self.world % context:
+            raise ValueError(
+                f"{self.world} processes cannot be divided into groups of {context} that share sequences; "
+                "torchrun --nproc-per-node N starts N of them"
+            )
+        self.context, self.replicas = context, self.world // context
+        self.replica, self.place = divmod(self.rank, context)
+        """Which rows are this rank's, and which share of their tokens."""
         self.parallel = parallel if self.world > 1 else None
         self.device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and self.device.index is None:
@@ -65,6 +75,20 @@ class Ranks:
     def share(self, value: Any) -> Any:
         """What the first rank has."""
         return self.gather(value if self.is_first else None)[0]
+
+    def split(self, model: LanguageModel) -> None:
+        """Tell the model that its tokens are shares of sequences, where they are."""
+        if self.context > 1:
+            mesh = init_device_mesh(self.device.type, (self.replicas, self.context), mesh_dim_names=("data", "context"))
+            # Whoever averages gradients over all ranks has summed them over these.
+            context_parallel(model, mesh["context"], sum_gradients=False)
+
+    def tokens_of(self, tensor_bsX: Tensor) -> Tensor:
+        """This rank's tokens of its rows."""
+        s = tensor_bsX.shape[1]
+        if s % self.context:
+            raise ValueError(f"{s} tokens of a row cannot be divided among {self.context} ranks; change --seq-len")
+        return tensor_bsX.chunk(self.context, 1)[self.place]
 
     def shard(self, model: LanguageModel) -> None:
         """With "fsdp", leave a share of each parameter on each rank. Parameters are new objects afterwards."""
