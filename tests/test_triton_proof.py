@@ -74,7 +74,7 @@ def test_a_verdict_is_kept_until_something_changes(monkeypatch):
     for _ in range(2):
         assert prove.findings("causal_conv", CPU, torch.float32) == [finding]
     assert len(measured) == 1
-    monkeypatch.setattr(prove, "source_hash", lambda: "other sources")
+    monkeypatch.setattr(prove, "source_hash", lambda files: "other sources")
     prove.findings("causal_conv", CPU, torch.float32)
     assert len(measured) == 2
     monkeypatch.setattr(prove.importlib.metadata, "version", lambda name: "another Triton")

@@ -87,10 +87,7 @@ class StepByStep:
 
 
 def make_decoder(model: LanguageModel, backend: str) -> "Decoder | StepByStep":
-    """The fastest way to decode rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not.
-
-    One call is faster at any number of rows (docs/benchmarks.md, "Products by format").
-    """
+    """The fastest way to decode rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
     if backend in DECODE.kernels:
         return Decoder(model, backend)
     if backend == "auto" and why_not(model) is None:
