@@ -302,6 +302,10 @@ class TestStates:
             engine.add([7, 7], state=first.state)
         with pytest.raises(ValueError, match="state is a tuple, expected the State of a request"):
             engine.add([7, 7], state=())  # type: ignore[arg-type]
+        state = first.state
+        for broken in (state._replace(x_1d="x"), state._replace(x_1d=state.x_1d.to_sparse())):
+            with pytest.raises(ValueError, match=r"x_1d is str|is a sparse_coo tensor"):
+                engine.add([*state.ids, 7], state=broken)
 
     @pytest.mark.parametrize("name", ["mamba2", "hybrid"])
     def test_known_prefixes(self, name):
@@ -438,3 +442,10 @@ class TestTrouble:
         worker.join()
         for i, ids in enumerate(prompts(24)):
             assert requests[i].tokens == alone(model, ids, **options(i))
+
+
+def test_one_call_asked_for_by_name_is_refused_at_once():
+    block = mk.Mamba3Config(d_model=16, state_rank=8, per_head_dim=8, rotation="quaternion")
+    model = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=1, vocab_size=VOCABULARY))
+    with pytest.raises(ValueError, match=r"cannot be decoded in one call .* rotates by quaternions"):
+        Engine(model, backend="cpu")

@@ -86,6 +86,13 @@ class StepByStep:
         return caches.select(self._cache, [row])
 
 
+def check_one_call(model: LanguageModel, backend: str) -> None:
+    """ValueError where a backend that decodes in one call is asked for by name and cannot."""
+    reason = why_not(model) if backend in DECODE.kernels else None
+    if reason is not None:
+        raise ValueError(f'this model cannot be decoded in one call (backend "{backend}"): {reason}')
+
+
 def make_decoder(model: LanguageModel, backend: str) -> "Decoder | StepByStep":
     """The fastest way to decode rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
     if backend in DECODE.kernels:
@@ -117,9 +124,7 @@ class Decoder:
     """
 
     def __init__(self, model: LanguageModel, backend: str = "cpu"):
-        reason = why_not(model)
-        if reason is not None:
-            raise ValueError(f'this model cannot be decoded in one call (backend "{backend}"): {reason}')
+        check_one_call(model, backend)
         kernel = DECODE.choose(backend, model.backbone.embedding.weight.detach())
         assert kernel is not None, "a backend asked for by name runs or raises"
         self._vocabulary = model.backbone.embedding.num_embeddings

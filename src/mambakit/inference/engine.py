@@ -15,12 +15,12 @@ from torch import Tensor
 from mambakit.arguments import check_count, check_flag, shown
 from mambakit.blocks.caches import select
 from mambakit.inference.constraints import Constraint
-from mambakit.inference.decoder import Decoder, make_decoder
+from mambakit.inference.decoder import Decoder, check_one_call, make_decoder
 from mambakit.inference.guesses import Ngrams
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Stop, check_language_model, read_ids, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
-from mambakit.inference.requests import Request, State, Stops, Tokenizer
+from mambakit.inference.requests import Request, State, Stops, Tokenizer, check_state
 from mambakit.inference.rows import Group, choose
 from mambakit.inference.sampling import Sampler, row_seeds
 from mambakit.inference.speculation import Speculation, is_wanted
@@ -71,6 +71,7 @@ class Engine:
         check_count("prefill_rows", prefill_rows, least=1)
         check_model(model)
         check_backend(backend)
+        check_one_call(model, backend)
         check_prefix_cache(prefix_cache)
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, expected one with decode(ids)")
@@ -140,8 +141,8 @@ class Engine:
         check_flag("keep_state", keep_state)
         if not isinstance(ends, Sequence):
             raise ValueError(f"ends is a {type(ends).__name__}, expected a list of numbers of tokens")
-        if state is not None and not isinstance(state, State):
-            raise ValueError(f"state is a {type(state).__name__}, expected the State of a request")
+        if state is not None:
+            check_state(state, self.model.config.d_model)
         if on_token is not None and not callable(on_token):
             raise ValueError(f"on_token is a {type(on_token).__name__}, expected a function of a request")
         if state is not None and list(state.ids) != prompt[: len(state.ids)]:

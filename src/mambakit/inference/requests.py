@@ -6,9 +6,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.sampling import Sampler
+from mambakit.ops.shapes import check_dense
 
 
 class Tokenizer(Protocol):
@@ -37,6 +39,18 @@ class State(NamedTuple):
     x_1d: Tensor
     """The residual stream at the last of them: what the next token's logits are made of."""
     cache: Any
+
+
+def check_state(state: Any, d_model: int) -> None:
+    """That it is one, with numbers in it; whether its cache is the model's, the model's blocks know."""
+    if not isinstance(state, State):
+        raise ValueError(f"state is a {type(state).__name__}, expected the State of a request")
+    for part in tree_leaves((state.x_1d, state.cache)):
+        check_dense("a tensor of the state", part)
+    x_1d = state.x_1d
+    if not isinstance(x_1d, Tensor) or tuple(x_1d.shape) != (1, d_model) or not x_1d.is_floating_point():
+        given = f"{x_1d.dtype} of shape {tuple(x_1d.shape)}" if isinstance(x_1d, Tensor) else type(x_1d).__name__
+        raise ValueError(f"state.x_1d is {given}, expected a floating-point tensor of shape (1, {d_model})")
 
 
 class LogProbs(NamedTuple):
