@@ -182,6 +182,8 @@ def prepared(
     if not torch.is_autocast_enabled(xz.device.type):
         projections = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight}
         check_floats({"xz": xz, **projections})
+    if A.shape[1] == 0:
+        raise ValueError(f"A has shape {tuple(A.shape)}, expected at least one entry of the state for each channel")
     if xz.dim() != 3 or xz.shape[1] != 2 * size.i or own > size.R:
         given = f"xz {tuple(xz.shape)}, x_proj_weight {tuple(x_proj_weight.shape)}"
         raise ValueError(

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.arguments import check_count
 from mambakit.compat.arguments import (
     check_activation,
     in_one_precision,
@@ -194,6 +195,7 @@ def mamba_split_conv1d_scan_combined(
         )
     if D.dim() == 1 and headdim is None:
         raise ValueError("headdim has to be given when D has one entry per head")
+    check_count("headdim", headdim, least=1, optional=True)
     if outproj_bias is not None and outproj_weight is None:
         raise ValueError("outproj_bias was given without outproj_weight")
     heads = D.shape[0]
