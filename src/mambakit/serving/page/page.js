@@ -119,6 +119,18 @@ async function answer() {
   let usage = null;
   let last = "The answer is complete.";
   const measure = () => figures(usage?.completion_tokens ?? count, (performance.now() - began) / 1000, usage);
+  let timer = 0;
+  let pause = 0;
+  // However fast tokens come and however long the text is, drawing it takes a tenth of the time.
+  const show = () => {
+    const start = performance.now();
+    content.textContent = message.content;
+    shown.querySelector(".figures").textContent = measure();
+    const log = $("messages");
+    if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+    timer = 0;
+    pause = Math.max(20, 10 * (performance.now() - start));
+  };
   try {
     const options = { method: "POST", headers: headers(), body: JSON.stringify(body(sent)), signal: stop.signal };
     for await (const event of events(await fetch("/v1/chat/completions", options))) {
@@ -128,15 +140,13 @@ async function answer() {
       began ||= performance.now();
       count += 1;
       message.content += added;
-      content.textContent = message.content;
-      shown.querySelector(".figures").textContent = measure();
-      const log = $("messages");
-      if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+      timer ||= setTimeout(show, pause);
     }
   } catch (error) {
     last = stop.signal.aborted ? "Stopped." : "The answer failed.";
     if (!stop.signal.aborted) complain(error.message);
   }
+  clearTimeout(timer);
   message.figures = began ? measure() : "";
   if (!message.content) conversation.messages.splice(conversation.messages.indexOf(message), 1);
   conversations.save();
