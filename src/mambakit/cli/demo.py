@@ -104,11 +104,21 @@ def show(args: argparse.Namespace, settings: TrainSettings, out: Path, ranks: Ra
         "compressors start from nothing.\n"
         f"All of it took {minutes(time.perf_counter() - began)}. Loss curve, picture and figures: "
         f"{pictures}, {out / REPORT}\n\n"
-        "What to type next:\n"
-        f'  mambakit generate {out / MODEL} --prompt "def "     let it write\n'
-        f"  mambakit serve {out / MODEL}                     a page to chat with it, and OpenAI's interface\n"
-        "  mambakit train FILES --out run                 one of your own text\n"
+        "What to type next:\n" + in_columns(next_commands(out / MODEL))
     )
+
+
+def next_commands(model: Path) -> dict[str, str]:
+    return {
+        f'mambakit generate {model} --prompt "def "': "let it write",
+        f"mambakit serve {model}": "a page to chat with it, and OpenAI's interface",
+        "mambakit train FILES --out run": "one of your own text",
+    }
+
+
+def in_columns(told: dict[str, str]) -> str:
+    width = max(map(len, told))
+    return "".join(f"  {command:{width}}  {what}\n" for command, what in told.items())
 
 
 def set_beside_a_transformer(out: Path) -> None:
