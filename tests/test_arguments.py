@@ -11,6 +11,8 @@ from mambakit.cli import main as cli
 from mambakit.models.quantization import quantization_report
 from trainer_cases import make_model
 
+IDS = torch.ones(1, 4, dtype=torch.int64)
+
 
 def test_shown_is_a_line():
     assert shown(torch.zeros(2, 2)) == "tensor([[0., 0.], [0., 0.]])"
@@ -54,6 +56,11 @@ def test_paths(path):
         (lambda: mk.quantize(make_model(), []), r"bits is \[\], expected 16, 8 or 4"),
         (lambda: mk.quantize(make_model(), 4, 2**40), "group_size is 1099511627776"),
         (lambda: quantization_report(make_model(), make_model(), None), "ids_bs has to be a tensor"),
+        (lambda: quantization_report(torch.nn.Linear(2, 2), make_model(), IDS), "model is a Linear, expected a Lang"),
+        (lambda: quantization_report(make_model().to("meta"), make_model(), IDS), "and has no numbers"),
+        (lambda: mk.quantize(make_model().to("meta")), "in_proj.weight is a Parameter on meta"),
+        (lambda: mk.save_model(make_model().to("meta"), "x"), "embedding.weight is on the meta device or a fake"),
+        (lambda: mk.save_lora(mk.add_lora(make_model(), 2).to("meta"), "x"), "lora_A.weight is on the meta device"),
         (lambda: mk.load_model("x", dtype=[]), r"dtype = \[\] is not one of"),
         (lambda: mk.load_model("x", device="nowhere"), "device is 'nowhere'"),
         (lambda: mk.load_model(None), "path_or_hub_name is None"),

@@ -7,7 +7,7 @@ import torch
 
 from mambakit.arguments import check_kind, find_device, find_path, shown
 from mambakit.checkpoints import gguf
-from mambakit.checkpoints.adapters import base_of, is_adapter, load_lora
+from mambakit.checkpoints.adapters import base_of, is_alone, load_lora
 from mambakit.checkpoints.files import CONFIG, DTYPES, PACKED, find_directory, read_tensors
 from mambakit.checkpoints.fitting import (
     EMBEDDING,
@@ -72,7 +72,7 @@ def load_model(
         dtype = dtype or torch.float32
     else:
         place, described = find_directory(path_or_hub_name, revision), CONFIG
-        if is_adapter(place) and not (place / CONFIG).is_file():
+        if is_alone(place):
             given = {"a_activation": a_activation, "norm_group_size": norm_group_size, "dt_limit": dt_limit}
             return merge_lora(load_lora(load_model(base_of(place), dtype=dtype, device=device, **given), place))
         name, found = read_config(place / CONFIG)

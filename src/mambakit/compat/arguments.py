@@ -49,16 +49,16 @@ def of_tensors(function: Function) -> Function:
     """Makes ValueErrors of arguments that are no tensors where the signature says `Tensor`, or do not go together."""
     parameters = signature(function).parameters
     required = [name for name, parameter in parameters.items() if parameter.annotation is Tensor]
-    optional = [name for name, parameter in parameters.items() if parameter.annotation == Tensor | None]
+    optional = [name for name, p in parameters.items() if p.annotation in (Tensor | None, Tensor | str | None)]
+    worded = [name for name, parameter in parameters.items() if parameter.annotation == Tensor | str | None]
     flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **options}
         tensors = {name: given[name] for name in required if name in given}
-        # Older versions have a word, the activation, in the place of a tensor.
-        absent = (str, type(None)) if "activation" in parameters else type(None)
-        tensors |= {name: given[name] for name in optional if not isinstance(given.get(name), absent)}
+        words = [name for name in worded if isinstance(given.get(name), str)]
+        tensors |= {name: given[name] for name in optional if given.get(name) is not None and name not in words}
         check_tensors(tensors)
         first = next(iter(tensors), "")
         for name, tensor in tensors.items():

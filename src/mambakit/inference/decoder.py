@@ -28,7 +28,7 @@ from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Lin
 from mambakit.ops import decode, few_rows
 from mambakit.ops.backends import overwriting, use_backend
 from mambakit.ops.decode import DECODE, At, Decoding
-from mambakit.ops.shapes import check_tensors
+from mambakit.ops.shapes import check_readable
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear, IntegerInt4Linear)
 MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
@@ -180,7 +180,7 @@ class Decoder:
 
     def step(self, ids_b: Tensor) -> Tensor:
         """One more token of every row."""
-        check_tensors({"ids_b": ids_b})
+        check_readable("ids_b", ids_b)
         rows = len(self._states.places)
         if not rows or tuple(ids_b.shape) != (rows,):
             raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")

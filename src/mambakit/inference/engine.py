@@ -18,13 +18,13 @@ from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder, check_one_call, make_decoder
 from mambakit.inference.guesses import Ngrams
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
-from mambakit.inference.prompts import Stop, check_language_model, read_ids, read_stops
+from mambakit.inference.prompts import Stop, read_ids, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, State, Stops, Tokenizer, check_state
 from mambakit.inference.rows import Group, choose
 from mambakit.inference.sampling import Sampler, row_seeds
 from mambakit.inference.speculation import Speculation, is_wanted
-from mambakit.models.language_model import LanguageModel
+from mambakit.models.language_model import LanguageModel, check_language_model
 from mambakit.ops import few_rows
 from mambakit.ops.backends import check_backend, use_backend
 

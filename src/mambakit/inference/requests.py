@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.sampling import Sampler
-from mambakit.ops.shapes import check_dense
+from mambakit.ops.shapes import FLOATS, check_dense
 
 
 class Tokenizer(Protocol):
@@ -48,7 +48,7 @@ def check_state(state: Any, d_model: int) -> None:
     for part in tree_leaves((state.x_1d, state.cache)):
         check_dense("a tensor of the state", part)
     x_1d = state.x_1d
-    if not isinstance(x_1d, Tensor) or tuple(x_1d.shape) != (1, d_model) or not x_1d.is_floating_point():
+    if not isinstance(x_1d, Tensor) or tuple(x_1d.shape) != (1, d_model) or x_1d.dtype not in FLOATS:
         given = f"{x_1d.dtype} of shape {tuple(x_1d.shape)}" if isinstance(x_1d, Tensor) else type(x_1d).__name__
         raise ValueError(f"state.x_1d is {given}, expected a floating-point tensor of shape (1, {d_model})")
 

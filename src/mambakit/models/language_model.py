@@ -156,3 +156,9 @@ def wrong_ids(ids: Tensor, vocab_size: int) -> str | None:
     if low < 0 or high >= vocab_size:
         return f"the ids go from {low} to {high}, but the vocabulary is 0 to {vocab_size - 1}"
     return None
+
+
+def check_language_model(model: Any) -> None:
+    """That it has the parts of a `LanguageModel`, which others may have too."""
+    if not all(hasattr(model, name) for name in ("backbone", "embed", "logits", "config")):
+        raise ValueError(f"model is a {type(model).__name__}, expected a LanguageModel")
