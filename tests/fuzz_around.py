@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
 import mambakit as mk
 from blocks import CONFIGS
+from fuzz_kinds import one_rank
 from mambakit.checkpoints.gguf.writing import save_gguf
 from mambakit.inference import Engine, export
 from mambakit.inference.constraints import Constraint
@@ -183,6 +185,27 @@ def sent_to_llama(model: Any, kind: Any) -> None:
         mk.load_model(place / "m.gguf")
 
 
+def split_sequences(model: Any, mesh: Any, sum_gradients: Any) -> None:
+    mk.parallel.context_parallel(model, mesh, sum_gradients=sum_gradients)
+    model(torch.tensor([[1, 2, 3]]))
+
+
+def split_widths(model: Any, mesh: Any) -> None:
+    mk.parallel.tensor_parallel(model, mesh)
+    _, cache = model(torch.tensor([[1, 2, 3]]))
+    mk.parallel.share_of_cache(model, mk.parallel.whole_cache(model, cache))
+    named = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in model.named_parameters()}
+    mk.parallel.parted(model, mk.parallel.joined(model, named))
+
+
+def in_parts(model: Any, tensors: Any, cache: Any) -> None:
+    mk.parallel.parted(mk.parallel.tensor_parallel(make_model(), one_rank()), tensors)
+    mk.parallel.parted(model, tensors)
+    mk.parallel.joined(model, tensors)
+    mk.parallel.whole_cache(model, cache)
+    mk.parallel.share_of_cache(model, cache)
+
+
 def decoded(model: Any, ids_b: Any, batch: Any) -> None:
     decoder = Decoder(model)
     decoder.load(model.fresh_cache(batch))
@@ -264,6 +287,7 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 SAMPLING = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
 BLOCK = CONFIGS["mamba2"]
+ONES = torch.ones(2, 3, dtype=torch.int64)
 
 
 def around() -> list[Callable[[], Around]]:
@@ -333,6 +357,17 @@ def around() -> list[Callable[[], Around]]:
         lambda: (Engine, {"model": make_model(), "max_rows": 2, "prefill_chunk": 3, "prefill_rows": 1}),
         lambda: (served, {"model": make_model(), "backend": "auto", "speculate": "auto", "max_rows": 2}),
         lambda: (continued_text, {"model": make_model(), "ids": [1, 2], "speculate": "ngram", "draft": None}),
+        lambda: (split_sequences, {"model": make_model(), "mesh": one_rank(), "sum_gradients": True}),
+        lambda: (split_widths, {"model": make_model(), "mesh": one_rank()}),
+        lambda: (
+            in_parts,
+            {
+                "model": make_model(),
+                "tensors": dict(make_model().named_parameters()),
+                "cache": make_model().fresh_cache(2),
+            },
+        ),
+        lambda: (mk.parallel.token_losses, {"model": make_model(), "ids_bs": ONES, "next_bs": ONES, "cache": None}),
         lambda: (sent_to_llama, {"model": make_model(), "kind": "F32"}),
     ]
 

@@ -20,6 +20,7 @@ from calls import OPERATIONS, tensors_of
 from fuzz_around import AROUND, ODD_MODELS
 from fuzz_compat import official_call
 from fuzz_kinds import DTYPES, OTHER_DTYPES
+from fuzz_verbs import command, typed
 from mambakit import caches
 from mambakit.blocks.family import family_of
 from mambakit.inference import Engine, Request
@@ -451,6 +452,10 @@ def around_call(draw: random.Random) -> Call:
     return Call(run.__name__, run, arguments, None)
 
 
+def verb_call(draw: random.Random) -> Call:
+    return Call("command", command, typed(draw), None)
+
+
 CALLS: dict[Callable[[random.Random], Call], int] = {
     operation_call: 10,
     block_call: 6,
@@ -463,5 +468,6 @@ CALLS: dict[Callable[[random.Random], Call], int] = {
     compat_call: 4,
     operator_call: 3,
     around_call: 3,
+    verb_call: 1,
 }
 """What is drawn, and how often."""

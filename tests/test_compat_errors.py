@@ -88,6 +88,7 @@ CALLS = {
                         "conv_state_indices has to be a tensor, got str"),
     "width out": (SPLIT, (z(2, 5, 34), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "outproj_weight": z(3, 9)},
                   "axis 'q' is 9 in outproj_weight_dq"),
+    "complex residual": (NORM, (z(2, 4), z(4), None), {"residual": z(2, 4) + 0j}, "complex64, expected floating-point"),
     "dropout": (NORM, (z(2, 4), z(4), None), {"dropout_p": 1.5}, "dropout_p = 1.5 has to be"),
 }  # fmt: skip
 

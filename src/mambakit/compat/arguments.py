@@ -12,7 +12,7 @@ from torch import Tensor
 from mambakit.checkpoints.fields import renamed
 from mambakit.checkpoints.official import BLOCK, WIDTH
 from mambakit.ops.activations import softplus
-from mambakit.ops.shapes import check_beside, check_tensors
+from mambakit.ops.shapes import FLOATS, check_beside, check_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -21,6 +21,7 @@ FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_laye
 
 ACTIVATIONS = (None, "silu", "swish")
 NARROW = (torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
 
 
 def in_the_order(names: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -128,19 +129,21 @@ def by_version(activation: str | None, *others: Any) -> tuple[Any, ...]:
     return activation, *(None if isinstance(given, str) else given for given in others)
 
 
-def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
+def in_one_precision(*tensors: Tensor | None, may_be_complex: bool = False) -> tuple[Any, ...]:
     """The tensors as they are, or all in float64 if one of them is. Official functions mix dtypes freely."""
+    known = (*FLOATS, *COMPLEX) if may_be_complex else FLOATS
     for t in tensors:
-        if t is not None and not (t.is_floating_point() or t.is_complex()):
+        if t is not None and t.dtype not in known:
             raise ValueError(f"a tensor of shape {tuple(t.shape)} is {t.dtype}, expected floating-point numbers")
     if not any(t is not None and t.dtype in (torch.float64, torch.complex128) for t in tensors):
         return tensors
     return tuple(None if t is None else t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tensors)
 
 
-def in_full_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
+def in_full_precision(*tensors: Tensor | None, may_be_complex: bool = False) -> tuple[Any, ...]:
     """`in_one_precision`, and none narrower than float32: official kernels round their output and nothing before it."""
-    return tuple(t if t is None or t.dtype not in NARROW else t.float() for t in in_one_precision(*tensors))
+    tensors = in_one_precision(*tensors, may_be_complex=may_be_complex)
+    return tuple(t if t is None or t.dtype not in NARROW else t.float() for t in tensors)
 
 
 def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:

@@ -119,7 +119,7 @@ class LanguageModel(Pretrained):
 
     def embed(self, ids: Tensor) -> Tensor:
         embedding = self.backbone.embedding
-        if ids.is_meta or type(ids) is not Tensor:
+        if ids.is_meta or embedding.weight.is_meta or type(ids) is not Tensor:
             # Of ids on the meta device torch would return what happens to be in memory.
             check_beside("embedding", embedding.weight, "ids_bs", ids)
         try:

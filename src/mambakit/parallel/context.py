@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mambakit.arguments import check_flag, check_kind
 from mambakit.blocks.block import Block
 from mambakit.models.bidirectional import BidirectionalStack
 from mambakit.models.class_tokens import ClassTokens
@@ -45,6 +46,8 @@ def context_parallel(model: Model, mesh: Any, *, sum_gradients: bool = True) -> 
         >>> torch.distributed.destroy_process_group()
     """
     group = group_of(mesh)
+    check_kind("model", model, nn.Module, "a model")
+    check_flag("sum_gradients", sum_gradients)
     check_model(model)
     calls = Calls(group, sum_gradients)
     model.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mambakit.arguments import check_kind
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm, is_plain
@@ -46,6 +47,7 @@ def tensor_parallel(model: Model, mesh: Any) -> Model:
         >>> logits_bsw, cache = model(torch.randint(256, (2, 100)))
         >>> torch.distributed.destroy_process_group()
     """
+    check_kind("model", model, nn.Module, "a model")
     group = group_of(mesh)
     team = Team(group, dist.get_rank(group), dist.get_world_size(group))
     if any(isinstance(hook, Lane) for module in model.modules() for hook in hooks_of(module)):

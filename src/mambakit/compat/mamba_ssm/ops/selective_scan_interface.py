@@ -67,7 +67,7 @@ def scan_from(
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan_fn` with its last state, from a state that it may continue."""
     dtype = u.dtype
-    u, delta, A, B, C, D, z, delta_bias = in_one_precision(u, delta, A, B, C, D, z, delta_bias)
+    u, delta, A, B, C, D, z, delta_bias = in_one_precision(u, delta, A, B, C, D, z, delta_bias, may_be_complex=True)
     size = bind(u_bis=u, delta_bis=delta, A_ir=A, D_i=D, z_bis=z, delta_bias_i=delta_bias)
     b_bsgr, c_bsgr = (by_token(name, t, A, size) for name, t in (("B", B), ("C", C)))
     groups = math.lcm(b_bsgr.shape[2], c_bsgr.shape[2])
