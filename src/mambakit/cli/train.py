@@ -145,7 +145,7 @@ def start(
         much = f"{size:,} parameters" + (f", {trained:,} of them trained" if trained < size else "")
         for note in (*noted, *found.notes, *data.notes[:-1], f"{much}; {data.notes[-1]}"):
             watch.note(note)
-        keep = Keep(tokens, description, options["init"] or "", options["merge"])
+        keep = Keep(tokens, description, options["init"] or "", options["merge"], options["async_checkpoints"])
         return go_on(trainer, out, keep, watch), data.held_out
 
 
