@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> None:
     ranks = Ranks(args.parallel, args.device, args.context_parallel)
     try:
         with alone_in(out, ranks):
-            options, notes = resumed(out, given, data) if args.resume else (begun(out, given, data), [])
+            again = args.resume or (ranks.restarted and holds_run(out))
+            options, notes = resumed(out, given, data) if again else (begun(out, given, data), [])
             # All ranks have read what is there before the first one writes.
             ranks.gather(None)
             final, held_out = start(options, out, ranks, given, notes)

@@ -22,10 +22,8 @@ from mambakit.training.processes import Ranks, whole
 from mambakit.training.run_checkpoints import Part, Saved
 from mambakit.training.schedules import share_of_peak
 from mambakit.training.settings import FREE, TrainSettings
-from mambakit.training.shares import Whole, gathered
+from mambakit.training.shares import MODEL, OPTIMIZERS, Whole, gathered
 
-MODEL, OPTIMIZERS = "model/", "optimizers/"
-"""What the names of a checkpoint's tensors begin with."""
 SHOWN = 8
 """So many names in a message, of more only how many."""
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mambakit.parallel.pieces import Box, put_together
 
@@ -15,7 +15,7 @@ EPSILON = 1e-7
 
 class Map(NamedTuple):
     shape: tuple[int, int]
-    parts: list[nn.Parameter]
+    parts: list[Tensor]
     """What this rank has of the matrix."""
     boxes: list[tuple[Box, ...]]
     """Where the parts of every rank lie in it."""
@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
         self._maps = sorted(maps, key=lambda one: -math.prod(one.shape))
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         [group] = self.param_groups
         for first in range(0, len(self._maps), self._world):
             round_ = self._maps[first : first + self._world]
@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
                     part.mul_(1 - group["lr"] * group["weight_decay"])
                     part.add_(direction, alpha=-lr)
 
-    def _update(self, part: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    def _update(self, part: Tensor, group: dict[str, Any]) -> Tensor:
         assert part.grad is not None, "a part of a matrix has no gradient"
         momentum = self.state[part].setdefault("momentum_buffer", torch.zeros_like(part.grad))
         momentum.lerp_(part.grad, 1 - group["momentum"])

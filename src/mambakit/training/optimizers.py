@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
     weight: str
     first: int
-    count: int
+    rows: int
 
 
 class Optimizers:
@@ -71,9 +71,9 @@ class Optimizers:
         return self._ranks.rank, self._ranks.world
 
     def _pieces(self, label: str, tensors: dict[str, nn.Parameter] | dict[str, Tensor]) -> Pieces:
-        weight, first, count = self._places[label]
+        weight, first, rows = self._places[label]
         pieces = pieces_of(tensors[weight])
-        return pieces.rows(first, count) if pieces.shape else pieces
+        return pieces.rows(first, rows) if pieces.shape else pieces
 
     def _map(self, label: str) -> Map:
         rows, columns = self._parts[label].shape
@@ -117,7 +117,7 @@ class Optimizers:
 
     def not_finite(self) -> list[str]:
         """Labels of collected gradients that are no finite numbers in this rank's share."""
-        grads = {label: [part.grad for part in pieces.own] for label, pieces in self._parts.items()}
+        grads = {label: [p.grad for p in parts.own if p.grad is not None] for label, parts in self._parts.items()}
         return [label for label, own in grads.items() if not all(bool(torch.isfinite(g).all()) for g in own)]
 
     def _gradients(self) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """The processes of a run: who they are, what they share, and how the model lies on them."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mambakit.arguments import find_device
 from mambakit.models.language_model import LanguageModel
 from mambakit.parallel.context import context_parallel
+from mambakit.training.alive import Alive
 from mambakit.training.settings import PARALLEL
 
 T = TypeVar("T")
@@ -47,15 +49,28 @@ class Ranks:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
         self._aside: Any = None
+        self._alive: Alive | None = None
         if self.world > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            self._alive = Alive(self.rank, self.world)
 
     @property
     def is_first(self) -> bool:
         """The one that writes and prints."""
         return self.rank == 0
 
+    @property
+    def restarted(self) -> bool:
+        """Whether `torchrun --max-restarts` has started this again, after a rank had died."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
     def close(self) -> None:
+        """Where an error is on its way, the others are told."""
+        if self._alive is not None:
+            error = sys.exc_info()[1]
+            if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
+                self._alive.wait()
+            self._alive.leave(failed=isinstance(error, Exception))
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -19,9 +19,10 @@ import torch
 
 from mambakit.blocks import caches
 from mambakit.checkpoints.writing import sync, write_pickle
+from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.parallel.pieces import Pieces
 from mambakit.training.processes import Ranks
-from mambakit.training.shares import METADATA, Stored, write_shares
+from mambakit.training.shares import METADATA, MODEL, Stored, write_shares
 
 STATE, CARRIED, SHARES, SUMS = "state.pt", "carried*.safetensors", "shares", "sha256"
 NAME = re.compile(r"step-(\d{9})")
@@ -168,6 +169,30 @@ def read(path: Path) -> Saved:
     carried = [caches.load(part) for part in sorted(path.glob(CARRIED))]
     shares = Stored(path / SHARES) if (path / SHARES).is_dir() else None
     return Saved(int(number[1]) if number else 0, state, caches.concat(carried) if carried else None, shares)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is a folder that a run saved itself in."""
+    return NAME.fullmatch(path.name) is not None and (path / SUMS).is_file() and (path / STATE).is_file()
+
+
+def model_of(path: Path) -> LanguageModel:
+    """The model of a run's checkpoint; ValueError if that is damaged or holds no whole model."""
+    if problem := RunCheckpoints(path.parent)._problem(path):
+        raise ValueError(f"{path} is damaged ({problem})")
+    saved = read(path)
+    if "config" not in saved.state:
+        raise ValueError(f"{path} does not say what its model is like; a run that is resumed writes ones that do")
+    weights = saved.state["model"] if saved.shares is None else saved.shares.whole(MODEL)
+    model = LanguageModel(ModelConfig.from_dict(saved.state["config"]))
+    parameters = dict(model.named_parameters())
+    if weights.keys() != parameters.keys():
+        raise ValueError(f"{path} holds an adapter alone; the end of its run saves it, and the model merged with it")
+    model.to(next(iter(weights.values())).dtype)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    return model
 
 
 @contextmanager

@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as recorded
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from mambakit.parallel.pieces import Box, Pieces, put_together
 from mambakit.training.processes import Ranks
 
 METADATA = ".metadata"
+MODEL, OPTIMIZERS = "model/", "optimizers/"
+"""What the names of a checkpoint's tensors begin with."""
 KNOWN = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (*recorded.__all__, "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -74,7 +79,7 @@ class Stored:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             # Each rank reads what it needs, whatever the others do.
-            dcp.load(dict.fromkeys(shares), storage_reader=self._reader, planner=_Load(shares), no_dist=True)
+            load(dict.fromkeys(shares), storage_reader=self._reader, planner=_Load(shares), no_dist=True)
 
     def whole(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, by what follows."""
@@ -87,14 +92,14 @@ class Stored:
 def write_shares(shares: Mapping[str, Pieces], folder: Path, group: Any) -> None:
     """Every rank writes what it has, and of what several have one does. OSError as when the disk is full."""
     try:
-        writer = dcp.FileSystemWriter(folder)
-        dcp.save(dict.fromkeys(shares), storage_writer=writer, planner=_Save(shares), process_group=group)
+        writer = FileSystemWriter(folder)
+        save(dict.fromkeys(shares), storage_writer=writer, planner=_Save(shares), process_group=group)
     except CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]
         raise next((one for one in failures if isinstance(one, OSError)), OSError(str(failures[0]))) from error
 
 
-class _Save(dcp.DefaultSavePlanner):
+class _Save(DefaultSavePlanner):
     def __init__(self, shares: Mapping[str, Pieces]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shares = shares
@@ -118,7 +123,7 @@ class _Save(dcp.DefaultSavePlanner):
         return self._found[index.fqn, index.offset]
 
 
-class _Load(dcp.DefaultLoadPlanner):
+class _Load(DefaultLoadPlanner):
     def __init__(self, shares: Mapping[str, Pieces]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shares = shares
@@ -140,7 +145,7 @@ def _chunk(box: Box) -> recorded.ChunkStorageMetadata:
     return recorded.ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **options: Any) -> recorded.Metadata:
         path = Path(self.path) / METADATA
         with open(path, "rb") as file:
