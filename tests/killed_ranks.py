@@ -23,9 +23,20 @@ OPTIONS += ["--optimizer=muon", "--parallel=fsdp", "--async-checkpoints"]
 
 def start(data: Path, out: Path, restarts: int, said: Path) -> subprocess.Popen:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [*torchrun, f"--max-restarts={restarts}", "-m", "mambakit.cli.main", "train", str(data), "--out", str(out)]
+    command = [
+        *torchrun,
+        f"--max-restarts={restarts}",
+        "-m",
+        "mambakit.cli.main",
+        "train",
+        str(data),
+        "--out",
+        str(out),
+    ]
     with open(said, "w") as file:
-        return subprocess.Popen([*command, *OPTIONS], stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(
+            [*command, *OPTIONS], stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
 
 
 def workers(parent: int) -> list[int]:

@@ -13,12 +13,13 @@ from mambakit.blocks import caches
 from mambakit.models.language_model import LanguageModel
 from mambakit.models.lora import adapters, wrap
 from mambakit.parallel.context import whole_sequences
-from mambakit.parallel.pieces import Pieces, pieces_of
+from mambakit.parallel.parts import share_of_cache, whole_cache
+from mambakit.parallel.pieces import Pieces
 from mambakit.training.batches import Rows
 from mambakit.training.examples import HeldOutAnswers, Packed
 from mambakit.training.objective import Objective, bits_per_byte
 from mambakit.training.optimizers import Optimizers
-from mambakit.training.processes import Ranks, whole
+from mambakit.training.processes import Ranks
 from mambakit.training.run_checkpoints import Part, Saved
 from mambakit.training.schedules import share_of_peak
 from mambakit.training.settings import FREE, TrainSettings
@@ -103,6 +104,8 @@ class Trainer:
         starts = range(self.ranks.replica * own, (self.ranks.replica + 1) * own, part)
         self._parts = [slice(start, start + part) for start in starts]
         self._carried: list[Any] = [None] * settings.accumulate
+        self._sharing = self.ranks.world // self.ranks.replicas
+        """So many ranks have the same rows, one after the other."""
 
     def advance(self) -> Step:
         """One step on the next rows.
@@ -186,7 +189,7 @@ class Trainer:
         """
         own = self._own_carried()
         # Ranks that share rows carry the same.
-        carried = None if own is None else caches.concat(self.ranks.gather(own)[:: self.ranks.context])
+        carried = None if own is None else caches.concat(self.ranks.gather(own)[:: self._sharing])
         tensors = gathered(self.shares(), self.ranks)
         if copied:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -204,11 +207,15 @@ class Trainer:
             shares = {
                 n: pieces._replace(own=tuple(o.detach().clone() for o in pieces.own)) for n, pieces in shares.items()
             }
-        carried = self._own_carried() if self.ranks.place == 0 else None
+        carried = self._own_carried()
+        carried = carried if self.ranks.rank % self._sharing == 0 else None
         return Part(self.step, self._facts(), shares, carried, (self.ranks.replica, self.ranks.replicas))
 
     def _own_carried(self) -> Any:
-        return None if self._carried[0] is None else caches.to(caches.concat(self._carried), "cpu")
+        """Of this rank's rows, with all heads."""
+        if self._carried[0] is None:
+            return None
+        return caches.to(whole_cache(self.model, caches.concat(self._carried)), "cpu")
 
     def _facts(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors of the model and the optimizers."""
@@ -221,8 +228,9 @@ class Trainer:
 
     def shares(self) -> dict[str, Pieces]:
         """What this rank has of the trained parameters and of the optimizers' states, in place."""
-        named = {MODEL + n: pieces_of(p) for n, p in self.model.named_parameters() if p.requires_grad}
-        return named | {OPTIMIZERS + name: pieces for name, pieces in self.optimizers.shares().items()}
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        weights = {MODEL + name: pieces for name, pieces in self.optimizers.layout.pieces(named).items()}
+        return weights | {OPTIMIZERS + name: pieces for name, pieces in self.optimizers.shares().items()}
 
     def restore(self, saved: Saved) -> None:
         """Go on from `saved`; ValueError if it was made under other settings, or is beyond the last step."""
@@ -234,7 +242,7 @@ class Trainer:
                 raise ValueError(f"the run was made with {name} = {made[name]!r}, not {value!r}")
         source = saved.shares or Whole(_flat(saved.state))
         shapes = source.shapes()
-        own = {MODEL + n: tuple(p.shape) for n, p in self.model.named_parameters() if p.requires_grad}
+        own = {name: pieces.shape for name, pieces in self.shares().items() if name.startswith(MODEL)}
         differing = {n for n, _ in {n: s for n, s in shapes.items() if n.startswith(MODEL)}.items() ^ own.items()}
         if differing:
             names = sorted(name.removeprefix(MODEL) for name in differing)
@@ -245,15 +253,15 @@ class Trainer:
         _restore_random_state(saved.state["random"])
         self._carried = [None] * len(self._parts)
         if saved.carried is not None:
-            everyone = caches.to(saved.carried, self.ranks.device)
+            everyone = share_of_cache(self.model, caches.to(saved.carried, self.ranks.device))
             self._carried = [caches.select(everyone, range(rows.start, rows.stop)) for rows in self._parts]
         # Not in checkpoints from before steps could be skipped.
         self.step, self.skipped = saved.step, saved.state.get("skipped", 0)
 
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
         """Whole parameters by name, on the CPU: those that are trained, or all. Every rank has to ask."""
-        named = self.model.named_parameters()
-        return {name: whole(p.detach()).cpu() for name, p in named if p.requires_grad or frozen}
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad or frozen}
+        return gathered(self.optimizers.layout.pieces(named), self.ranks)
 
     def whole_model(self) -> LanguageModel:
         """A model of its own with all parameters, adapters too, on the CPU. Every rank has to ask."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mambakit.blocks.param_groups import maps_of, param_groups
 from mambakit.models.language_model import LanguageModel
-from mambakit.parallel.pieces import Box, Pieces, pieces_of
+from mambakit.parallel.pieces import Box, Layout, Pieces
 from mambakit.training.muon import Map, Muon
 from mambakit.training.processes import Ranks
 from mambakit.training.settings import TrainSettings
@@ -47,13 +47,13 @@ class Optimizers:
                 labels[weight] = name
                 self._places[name] = Place(name, 0, len(weight) if weight.dim() else 0)
         ranks.shard(model)
-        self._ranks, self._weights = ranks, dict(model.named_parameters())
+        self._ranks, self._weights, self.layout = ranks, dict(model.named_parameters()), Layout(model)
         stepped = [[labels[parameter] for parameter in group.pop("params")] for group in groups]
         self._places = {label: self._places[label] for group in stepped for label in group}
-        self._parts = {label: self._pieces(label, self._weights) for label in self._places}
+        whole = self.layout.pieces({name: weight for name, weight in self._weights.items() if weight.requires_grad})
         self._parts = {
             label: pieces._replace(own=tuple(nn.Parameter(own) for own in pieces.own))
-            for label, pieces in self._parts.items()
+            for label, pieces in ((label, self._pieces(label, whole)) for label in self._places)
         }
         """By label, what optimizers step on."""
         self._boxes = ranks.gather({label: pieces.boxes for label, pieces in self._parts.items()})
@@ -70,10 +70,9 @@ class Optimizers:
     def _who(self) -> tuple[int, int]:
         return self._ranks.rank, self._ranks.world
 
-    def _pieces(self, label: str, tensors: dict[str, nn.Parameter] | dict[str, Tensor]) -> Pieces:
+    def _pieces(self, label: str, whole: dict[str, Pieces]) -> Pieces:
         weight, first, rows = self._places[label]
-        pieces = pieces_of(tensors[weight])
-        return pieces.rows(first, rows) if pieces.shape else pieces
+        return whole[weight].rows(first, rows) if whole[weight].shape else whole[weight]
 
     def _map(self, label: str) -> Map:
         rows, columns = self._parts[label].shape
@@ -82,13 +81,14 @@ class Optimizers:
     def collect(self) -> float:
         """Bring the gradients to what is stepped on; the norm of all of them, the same on every rank."""
         grads = {}
-        for name in dict.fromkeys(place.weight for place in self._places.values()):
-            grad = self._weights[name].grad
-            assert grad is not None, f"{name} has no gradient"
-            grads[name], self._weights[name].grad = grad, None
+        for name, weight in self._weights.items():
+            if weight.requires_grad:
+                assert weight.grad is not None, f"{name} has no gradient"
+                grads[name], weight.grad = weight.grad, None
+        whole = self.layout.pieces(grads)
         counted = []
         for label, parts in self._parts.items():
-            pieces = self._pieces(label, grads)
+            pieces = self._pieces(label, whole)
             for part, box, grad in zip(parts.own, pieces.boxes, pieces.own, strict=True):
                 part.grad = grad
                 if self._is_first_with(label, box):
