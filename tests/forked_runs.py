@@ -27,14 +27,16 @@ from torch.distributed.fsdp import fully_shard
 from blocks import FAMILIES, make_block, tensors_of, tokens
 from compare import check
 from mambakit import generate
+from mambakit.cli.main import main
 from mambakit.parallel.pieces import pieces_of
 from mambakit.text.tokens import Bytes
+from mambakit.training import alive
 from mambakit.training.objective import Objective
 from mambakit.training.processes import Ranks, whole
 from mambakit.training.run import Keep, train
 from mambakit.training.run_checkpoints import RunCheckpoints
 from mambakit.training.saving import Saving
-from trainer_cases import Silent, losses, make_model, make_trainer
+from trainer_cases import Silent, losses, make_documents, make_model, make_trainer
 
 KILLS = 20
 KILLED = {"steps": 40, "save_every": 3, "evaluate_every": 10, "optimizer": "muon"}
@@ -104,19 +106,28 @@ def kills(folder: Path) -> None:
     print(f"{killed} kills in {runs} runs")
 
 
-def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1) -> None:
-    """So many processes that know each other, `context` of them with shares of the same rows."""
+def start_ranks(world: int, work: Callable[[int], None]) -> list[int]:
+    """So many processes that can find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
 
     def one(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        work(rank)
+
+    return [forked(lambda rank=rank: one(rank)) for rank in range(world)]
+
+
+def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1) -> None:
+    """So many processes that know each other, `context` of them with shares of the same rows."""
+
+    def one(rank: int) -> None:
         ranks = Ranks(parallel, "cpu", context)
         work(ranks)
         ranks.close()
 
-    codes = [outcome(child) for child in [forked(lambda rank=rank: one(rank)) for rank in range(world)]]
+    codes = [outcome(child) for child in start_ranks(world, one)]
     assert codes == [0] * world, codes
 
 
@@ -154,6 +165,80 @@ def ranks(folder: Path) -> None:
     spread(folder / "1-lora", "ddp", 1, lora=2, **exact)
     for parallel in ("ddp", "fsdp"):
         spread(folder / f"2-{parallel}-lora", parallel, 2, lora=2, **exact)
+
+
+MESHES = (
+    (2, ("--parallel=fsdp",)),
+    (4, ("--parallel=fsdp", "--context-parallel=2", "--async-checkpoints")),
+    (1, ()),
+    (4, ("--context-parallel=4",)),
+    (2, ("--parallel=fsdp", "--context-parallel=2")),
+    (1, ()),
+)
+
+
+def resumes(folder: Path) -> None:
+    """`mambakit train` as torchrun starts it, stopped and resumed on other numbers of ranks and other meshes."""
+    data = folder / "data"
+    data.mkdir()
+    for name, content in make_documents():
+        (data / name).write_bytes(content)
+    sizes = ["--d-model=16", "--layers=M2 M3", "--state-rank=8", "--head-dim=8", "--batch=4", "--seq-len=16"]
+    sizes += ["--warmup=2", "--schedule=constant", "--held-out=0.2", "--no-tensorboard", "--save-every=2"]
+
+    def command(out: Path, steps: int, world: int, *options: str) -> None:
+        given = ["--resume"] if out.exists() else [str(data), *sizes]
+        arguments = ["train", *given, "--out", str(out), f"--steps={steps}", *options]
+
+        def one(rank: int) -> None:
+            with open(folder / f"{out.name}-{steps}-{rank}.txt", "w") as said:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+            assert main(arguments) == 0
+
+        codes = [outcome(child) for child in start_ranks(world, one)]
+        assert codes == [0] * world, (folder / f"{out.name}-{steps}-0.txt").read_text()
+
+    for optimizer in ("adamw", "muon"):
+        command(folder / f"whole-{optimizer}", 4 * len(MESHES), 1, f"--optimizer={optimizer}")
+        out = folder / f"resumed-{optimizer}"
+        for i, (world, options) in enumerate(MESHES):
+            command(out, 4 * (i + 1), world, *options, *(() if out.exists() else (f"--optimizer={optimizer}",)))
+
+
+def deaths(_: Path) -> None:
+    """One of three ranks dies while the others wait for it, or does not answer, or fails; or all of them leave."""
+    alive.QUIET = 4.0
+    for rank, how in ((1, "die"), (0, "die"), (2, "stop"), (1, "fail"), (1, "leave")):
+        print("codes", *ends(rank, how), flush=True)
+
+
+def ends(which: int, how: str) -> list[int]:
+    def work(rank: int) -> None:
+        ranks = Ranks("ddp", "cpu")
+        try:
+            ranks.gather(None)
+            if rank == which:
+                if how in ("die", "stop"):
+                    os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+                if how == "fail":
+                    raise ValueError("of its own")
+            if how == "leave":
+                # At different times.
+                time.sleep(rank)
+            else:
+                ranks.gather(None)
+        finally:
+            ranks.close()
+
+    os.dup2(1, 2)  # so that messages are among the rest
+    children = start_ranks(3, work)
+    if how == "stop":
+        # Who stopped it ends it too.
+        codes = {rank: outcome(child) for rank, child in enumerate(children) if rank != which}
+        os.kill(children[which], signal.SIGKILL)
+        return [codes.get(rank, -signal.SIGKILL) for rank in range(3)]
+    return [outcome(child) for child in children]
 
 
 def memory(_: Path) -> None:
@@ -331,5 +416,7 @@ if __name__ == "__main__":
         "bad_steps": bad_steps,
         "contexts": contexts,
         "memory": memory,
+        "resumes": resumes,
+        "deaths": deaths,
         "aside": aside,
     }[sys.argv[1]](Path(sys.argv[2]))

@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public in its docs
 
-EVERY = 0.5
-"""Seconds between two looks at the others."""
+EVERY = 0.2
+"""Seconds between two looks at others."""
+WATCHED = 4
+"""Ranks that each looks at, the ones after it: what it costs does not grow with the number of ranks."""
 QUIET = 30.0
 """Seconds without a sign of life after which a rank counts as dead: one that was stopped, or whose machine is gone."""
 GRACE = 5.0
 """Seconds after another's failure, which may be everybody's: then each says so itself."""
 LEFT, FAILED = "left", "failed"
+CAUSE, NONE = "cause", "none"
 CODE = 1
 
 
@@ -38,15 +41,15 @@ class Alive:
     """Tells the others that this rank is alive, and ends this process if one of them is not. `end` never returns."""
 
     def __init__(self, rank: int, world: int, end: Callable[[str], Any] | None = None):
-        self._rank, self._others = rank, [other for other in range(world) if other != rank]
+        self._rank, self._others = rank, [(rank + 1 + i) % world for i in range(min(WATCHED, world - 1))]
         self._end = end or _end
-        attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         # A connection of its own: others wait on theirs.
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=QUIET))
-        self._store = PrefixStore(f"mambakit/{attempt}", store)
+        self._store = PrefixStore(f"mambakit/alive/{attempt()}", store)
         self._store.set(f"who/{rank}", json.dumps(_me()))
         self._store.set(f"beat/{rank}", "0")
+        self._store.compare_set(CAUSE, "", NONE)
         found = {other: json.loads(self._store.get(f"who/{other}")) for other in self._others}
         self._who = {other: Who(*who) for other, who in found.items()}
         self._store.wait([f"beat/{other}" for other in self._others])
@@ -76,10 +79,12 @@ class Alive:
             told: str | None
             try:
                 self._store.set(f"beat/{self._rank}", str(beat))
-                beats = self._store.multi_get([f"beat/{other}" for other in self._others])
+                *beats, cause = self._store.multi_get([*(f"beat/{other}" for other in self._others), CAUSE])
                 told = self._find_lost(dict(zip(self._others, beats, strict=True)), seen)
                 if told is not None:
                     told = self._first_to_say(told)
+                elif cause.decode() != NONE:
+                    told = ""  # somebody else has said it
             except RuntimeError:
                 if self._leaving.is_set():
                     return
@@ -111,11 +116,16 @@ class Alive:
     def _first_to_say(self, told: str) -> str:
         """The message, for the first that found it out; nothing for all others."""
         mine = f"{self._rank}:{told}"
-        return told if self._store.compare_set("cause", "", mine).decode() == mine else ""
+        return told if self._store.compare_set(CAUSE, NONE, mine).decode() == mine else ""
 
     def _name(self, rank: int) -> str:
         who = self._who[rank]
         return f"rank {rank} (process {who.process} on {who.host})"
+
+
+def attempt() -> str:
+    """Which start of the run this is, under torchrun, whose store keeps what those before have written."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _end(told: str) -> None:

@@ -10,15 +10,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # public in its docs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mambakit.arguments import find_device
 from mambakit.models.language_model import LanguageModel
 from mambakit.parallel.context import context_parallel
-from mambakit.training.alive import Alive
+from mambakit.training.alive import Alive, attempt
 from mambakit.training.settings import PARALLEL
 
 T = TypeVar("T")
@@ -51,7 +53,10 @@ class Ranks:
         self._aside: Any = None
         self._alive: Alive | None = None
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            # After a restart, torchrun's store has the addresses of dead ranks under the same names.
+            store = PrefixStore(f"mambakit/{attempt()}", next(rendezvous("env://"))[0])
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
             self._alive = Alive(self.rank, self.world)
 
     @property
