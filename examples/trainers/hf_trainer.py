@@ -19,13 +19,10 @@ from mambakit.compat.auto import MambakitForCausalLM
 
 
 class Counting(torch.utils.data.Dataset):
-    """The rows of all steps, as the sampler deals them out: in turn to the processes."""
+    """The rows of all steps."""
 
-    def __init__(self, parts: int):
-        steps = [
-            torch.stack([rows(step, part, parts) for part in range(parts)], 1).flatten(0, 1) for step in range(STEPS)
-        ]
-        self.rows = torch.cat(steps)
+    def __init__(self) -> None:
+        self.rows = torch.cat([rows(step) for step in range(STEPS)])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -84,7 +81,7 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        trainer = InOrder(model, arguments, train_dataset=Counting(world))  # type: ignore[arg-type]
+        trainer = InOrder(model, arguments, train_dataset=Counting())  # type: ignore[arg-type]
         trainer.losses = []
         trainer.train()
     assert any(isinstance(p, DTensor) for p in trainer.model.parameters()), "nothing was shared"  # type: ignore[union-attr]
