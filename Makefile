@@ -54,7 +54,7 @@ headers:
 # Every kernel against plain loops in double, without torch: one program, on this machine with each instruction set, and
 # for 64-bit Arm, cross-compiled and run by qemu as processors with none, one and both of the extensions.
 AGREEMENT := tests/arm/main.cpp $(wildcard tests/arm/*.h) $(wildcard $(CSRC)/*.h)
-AGREEMENT_CASES ?= 60
+AGREEMENT_CASES ?= 100
 agreement: kernels build/agreement
 	build/agreement $(KERNELS) $(AGREEMENT_CASES)
 
@@ -65,12 +65,13 @@ build/agreement: $(AGREEMENT)
 ARM_CXX ?= aarch64-linux-gnu-g++
 ARM_QEMU ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
 ARM_PROCESSORS ?= cortex-a53 neoverse-n1 max
+ARM_CASES ?= 20
 arm:
 	@for tool in $(ARM_CXX) $(firstword $(ARM_QEMU)); do command -v $$tool > /dev/null || { \
 		echo "make arm needs a cross compiler and qemu: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
 	@$(MAKE) --no-print-directory build/arm/agreement build/arm/kernels.so
 	for cpu in $(ARM_PROCESSORS); do echo $$cpu; \
-		$(ARM_QEMU) -cpu $$cpu build/arm/agreement build/arm/kernels.so $(AGREEMENT_CASES) || exit 1; done
+		$(ARM_QEMU) -cpu $$cpu build/arm/agreement build/arm/kernels.so $(ARM_CASES) || exit 1; done
 
 build/arm/agreement: $(AGREEMENT)
 	@mkdir -p $(@D)
