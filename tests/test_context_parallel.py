@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import mambakit as mk
 from mambakit.blocks.moe import balance_loss
+from mambakit.ops.boundary import Boundary, next_labels
 from ranks import LENGTH, TIGHT, close, leaves, loss_of, on_ranks, options, positions, random, seeded
 
 D = 8
@@ -163,6 +164,18 @@ def of_tokens(mesh):
         close("without gradients", shared(cut(ids, lengths, rank))[0], cut(whole(ids[:, :-1])[0], lengths, rank))
 
 
+def labels_of_next(mesh):
+    """The label of the next token may be another rank's, beyond ranks that have none."""
+    labels = torch.randint(11, (2, LENGTH), generator=seeded(6))
+    labels[0, 5] = -100
+    wanted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    for lengths in SHARES[mesh.size()]:
+        own = cut(labels, lengths, mesh.get_local_rank())
+        got, count = next_labels(Boundary(mesh.get_group()), own, ignored=-100)
+        assert got.tolist() == cut(wanted, lengths, mesh.get_local_rank()).tolist()
+        assert int(count) == int((wanted != -100).sum())
+
+
 def sent(mesh, name, length):
     """Bytes that a rank hands to collectives in a forward and a backward pass."""
     counted = []
@@ -204,6 +217,11 @@ def refusals(mesh):
         mk.parallel.context_parallel(stack, mesh)
     with pytest.raises(ValueError, match="the ranks differ in rows"):
         stack(torch.zeros(1 + rank, 3, D, dtype=torch.float64))
+    with pytest.raises(ValueError, match="segments are parts of whole sequences"):
+        mk.run_in_segments(stack, torch.zeros(1, 4, D, dtype=torch.float64), segment_len=2)
+    with mk.parallel.whole_sequences(), torch.no_grad():
+        x = random(1, 4, D, key=(1,))
+        close("segments", mk.run_in_segments(stack, x, segment_len=2)[0], stack(x)[0])
     mask = {"mask_bs": torch.ones(1, 3, dtype=torch.bool)} if rank else {}
     with pytest.raises(ValueError, match="the ranks differ in mask_bs"):
         stack(torch.zeros(1, 3, D, dtype=torch.float64), **mask)
@@ -224,5 +242,14 @@ def refusals(mesh):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(ranks, tmp_path):
-    checks = (every_family, in_single_precision, computed_again, accumulated, of_tokens, bytes_sent, refusals)
+    checks = (
+        every_family,
+        in_single_precision,
+        computed_again,
+        accumulated,
+        of_tokens,
+        labels_of_next,
+        bytes_sent,
+        refusals,
+    )
     on_ranks(ranks, tmp_path, *checks)

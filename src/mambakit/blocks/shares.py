@@ -166,6 +166,8 @@ class Parts(nn.Module):
     def __init__(self, split: Split, parameters: Mapping[str, nn.Parameter]):
         super().__init__()
         self.split = split
+        self.is_stacked = False
+        """Whether each is a stack of matrices."""
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
 

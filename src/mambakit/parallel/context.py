@@ -76,6 +76,11 @@ def is_whole() -> bool:
     return getattr(_running, "whole", False)
 
 
+def splits_sequences(model: nn.Module) -> bool:
+    """Whether calls of it, or of a module in it, take what they are given for a rank's share."""
+    return not is_whole() and any(isinstance(hook, Calls) for module in model.modules() for hook in hooks_of(module))
+
+
 def check_model(model: nn.Module) -> None:
     if any(isinstance(hook, Calls) for hook in hooks_of(model)):
         raise ValueError(f"this {type(model).__name__} is context parallel already")

@@ -61,6 +61,35 @@ def buckets(tensors: tuple[Tensor, ...]) -> Iterator[list[int]]:
         yield found
 
 
+def is_divided(tensor: Any) -> bool:
+    """Whether it is a DTensor. Not by its type, which brings a compiler along that takes long to import."""
+    return hasattr(tensor, "to_local")
+
+
+def plain(tensor: Any) -> Tensor:
+    """What this rank has of it, with gradients."""
+    return tensor.to_local() if is_divided(tensor) else tensor
+
+
+def placed_as(like: Any, own: Tensor) -> Tensor:
+    """What this rank has, as the tensor that `like` is."""
+    if not is_divided(like):
+        return own
+    layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return type(like).from_local(own, like.device_mesh, like.placements, **layout)
+
+
+def average_gradients(model: nn.Module, group: Any) -> None:
+    """Gradients become their means over the ranks of a group, which all have some for the same parameters."""
+    grads = tuple(plain(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
+    for places in buckets(grads):
+        flat = torch.cat([grads[at].flatten() for at in places])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for at, part in zip(places, flat.split([grads[at].numel() for at in places]), strict=True):
+            grads[at].copy_(part.view(grads[at].shape))
+
+
 class SummedGradients:
     """Inside, a model's parameters have gradients that are summed over the ranks of a group.
 
@@ -88,7 +117,9 @@ class SummedGradients:
         parameters = list(dict.fromkeys(parameter for _, _, parameter in self.places))
         if not parameters:
             return
-        summed = dict(zip(parameters, Summed.apply(self.group, *parameters), strict=True))  # type: ignore[arg-type]
+        own = [plain(parameter) for parameter in parameters]
+        sums = Summed.apply(self.group, *own)
+        summed = {old: placed_as(old, new) for old, new in zip(parameters, sums, strict=True)}  # type: ignore[arg-type]
         for module, name, parameter in self.places:
             module._parameters[name] = summed[parameter]  # type: ignore[assignment]
 
