@@ -122,8 +122,8 @@ def draw_boundary(path: Path) -> None:
         box(x, 1.5, 3.6, 0.8, "follow all shares from the\nfirst to the last", "#f7efe2")
         arrow((x + 1.8, 1.42), (x + 1.8, 0.98))
         box(x, 0.1, 3.6, 0.8, f"scan, from the state\nthat enters rank {rank}", "#e8f1f2")
-    told = "one all-gather per layer: what a share does to whatever enters it\nstate written, total decay, rotation, last token"
-    box(0.2, 2.9, 11.6, 1.0, f"{told}; as many bytes for a thousand tokens as for a million", "#dde8d8")
+    told = "state written, total decay, rotation, last token; as many bytes for a thousand tokens as for a million"
+    box(0.2, 2.9, 11.6, 1.0, f"one all-gather per layer: what a share does to whatever enters it\n{told}", "#dde8d8")
     figure.savefig(path, dpi=110)
 
 

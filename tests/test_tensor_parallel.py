@@ -279,6 +279,16 @@ def refusals(mesh):
     hooked.layers[0].mixer.in_proj.register_forward_hook(lambda *given: None)
     with pytest.raises(ValueError, match="in_proj of a Mamba1 is a Linear, or hooks are on it"):
         mk.parallel.tensor_parallel(hooked, mesh)
+    divided = mk.parallel.tensor_parallel(words(), mesh)
+    for take in (
+        lambda: mk.quantize(divided),
+        lambda: mk.save_model(divided, "x"),
+        lambda: mk.generate(divided, [[1]]),
+    ):
+        with pytest.raises(ValueError, match="takes whole models, and parameters of this one are shares"):
+            take()
+    ids = torch.randint(11, (2, LENGTH), generator=seeded(4))
+    close("a copy", copy.deepcopy(divided)(ids)[0], divided(ids)[0])
     with pytest.raises(ValueError, match="expected a DeviceMesh"):
         mk.parallel.tensor_parallel(made("mamba1"), None)
 

@@ -118,6 +118,14 @@ def expand_for(width: int, d_model: int) -> float:
     return expand
 
 
+def check_whole(what: str, model: nn.Module) -> None:
+    """ValueError if a rank has shares of parameters only."""
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise ValueError(
+            f"{what} takes whole models, and parameters of this one are shares; load a whole copy, one per process"
+        )
+
+
 class SummedLinear(Linear):
     """A projection of which each rank has some inputs; every rank goes on with the sum in its own way."""
 

@@ -36,7 +36,7 @@ class TokenLosses(nn.Module):
     def forward(
         self, pairs_bs2: Tensor, cache: Any = None, *, reset_bs: Tensor | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Any]:
-        loss_bs, cache = token_losses(self.model, *pairs_bs2.unbind(-1), cache, reset_bs=reset_bs)
+        loss_bs, cache = token_losses(self.model, pairs_bs2[..., 0], pairs_bs2[..., 1], cache, reset_bs=reset_bs)
         loss_bs = loss_bs if scale == 1 else scale * loss_bs
         found = balance_loss(self.model) if self.balance else None
         if found is not None:
