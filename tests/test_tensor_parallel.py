@@ -123,6 +123,24 @@ def every_family(mesh):
             compare(name, next(kinds), mesh)
 
 
+def other_stacks(mesh):
+    """Two directions, weights used twice, learned rows: what is around blocks does not know that they are divided."""
+    for make in (
+        lambda: mk.BidirectionalStack(mk.BidirectionalConfig(block=ONE_GROUP, n_layer=2), dtype=torch.float64),
+        lambda: mk.Stack(mk.StackConfig(block=MAMBA3, n_layer=2, virtual=mk.Cyclic(4)), dtype=torch.float64),
+        lambda: mk.Stack(mk.StackConfig(block=MAMBA1, n_layer=2, stack_latents=(0,)), dtype=torch.float64),
+    ):
+        torch.manual_seed(1)
+        whole = make()
+        split = mk.parallel.tensor_parallel(copy.deepcopy(whole), mesh)
+        x = random(2, LENGTH, D, key=(1,))
+        outputs = [stack(x)[0] for stack in (whole, split)]
+        close("outputs", outputs[1], outputs[0])
+        for y in outputs:
+            (y * random(*y.shape, key=(2,))).sum().backward()
+        check_gradients("another stack", split, whole)
+
+
 def words(tied=True, dtype=torch.float64, **fields):
     """A hybrid language model, some of whose vocabulary is padding."""
     torch.manual_seed(3)
@@ -213,6 +231,9 @@ def with_others(mesh):
             for parameter in whole.parameters():
                 parameter.grad /= data * context
         check_gradients(what, split, whole)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        close(f"{what}: norm", torch.tensor(mk.parallel.clip_gradients(split, 0.1)), norm)
+        check_gradients(what, split, whole, 1e-5)
 
 
 def whole_losses(model, ids, data):
@@ -283,7 +304,7 @@ def refusals(mesh):
     for take in (
         lambda: mk.quantize(divided),
         lambda: mk.save_model(divided, "x"),
-        lambda: mk.generate(divided, [[1]]),
+        lambda: mk.generate(divided, torch.ones(1, 1, dtype=torch.int64), max_new_tokens=1),
     ):
         with pytest.raises(ValueError, match="takes whole models, and parameters of this one are shares"):
             take()
@@ -299,6 +320,7 @@ def test_ranks(ranks, tmp_path):
         ranks,
         tmp_path,
         every_family,
+        other_stacks,
         of_tokens,
         computed_again,
         in_single_precision,

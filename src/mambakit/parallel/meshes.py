@@ -1,5 +1,6 @@
 """What is asked of a mesh, and gradients that are sums over one."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from mambakit.arguments import check_number
 
 BUCKET = 1 << 24
 """Numbers that are summed at once."""
@@ -88,6 +91,40 @@ def average_gradients(model: nn.Module, group: Any) -> None:
         flat /= dist.get_world_size(group)
         for at, part in zip(places, flat.split([grads[at].numel() for at in places]), strict=True):
             grads[at].copy_(part.view(grads[at].shape))
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Shrink all gradients together to a norm of at most `max_norm`; what it was before. Every rank has to ask.
+
+    The norm is that of the whole model's gradients, whatever shares of them ranks have, and the same on all of them.
+
+    Examples:
+        >>> block = mk.Mamba2(d_model=64, per_head_dim=16)
+        >>> block(torch.randn(1, 10, 64))[0].sum().backward()
+        >>> norm = mk.parallel.clip_gradients(block, 1.0)
+    """
+    check_number("max_norm", max_norm, above=0)
+    grads: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    squares: dict[Any, Tensor] = {}
+    for grad in grads:
+        mesh = grad.device_mesh if is_divided(grad) else None
+        if is_divided(grad) and any(
+            place and placement.is_replicate()
+            for place, placement in zip(mesh.get_coordinate(), grad.placements, strict=True)
+        ):
+            # Another rank counts these.
+            square = torch.zeros((), dtype=torch.float64, device=grad.device)
+        else:
+            square = torch.linalg.vector_norm(plain(grad)).double().square()
+        squares[mesh] = squares[mesh] + square if mesh in squares else square
+    for mesh, square in squares.items():
+        for dim in range(0 if mesh is None else mesh.ndim):
+            dist.all_reduce(square, group=mesh.get_group(dim))
+    norm = math.sqrt(sum(float(square) for square in squares.values()))
+    if norm > max_norm:
+        for grad in grads:
+            plain(grad).mul_(max_norm / norm)
+    return norm
 
 
 class SummedGradients:
