@@ -92,10 +92,10 @@ def nats(model: LanguageModel, pairs_s2: Sequence[Tensor], ranks: Ranks | None =
     """
     device = next(model.parameters()).device
     losses = TokenLosses(model)
-    total, calls = 0.0, 0
+    total = 0.0
     in_order = sorted(pairs_s2, key=len)
     together = [in_order[at : at + EVALUATED_TOGETHER] for at in range(0, len(in_order), EVALUATED_TOGETHER)]
-    own = together if ranks is None else together[ranks.group :: ranks.world // ranks.tensor]
+    own, idle = (together, 0) if ranks is None else _shared(together, ranks)
     with torch.no_grad():
         for sequences in own:
             pairs_bs2, counts_bs = _side_by_side(sequences)
@@ -104,13 +104,17 @@ def nats(model: LanguageModel, pairs_s2: Sequence[Tensor], ranks: Ranks | None =
                 piece = slice(where, where + EVALUATED_LEN)
                 loss_bs, cache = losses(pairs_bs2[:, piece].to(device), cache)
                 total += float((loss_bs.double() * counts_bs[:, piece].to(device)).sum())
-                calls += 1
-        if ranks is None:
-            return total
-        # Ranks that have shares of parameters need each other at every call.
-        for _ in range(max(ranks.gather(calls)) - calls if ranks.parallel == "fsdp" else 0):
+        for _ in range(idle):
             losses(torch.zeros(1, 1, 2, dtype=torch.int64, device=device))
-    return ranks.sums(total)[0] / ranks.tensor
+    return total if ranks is None else ranks.sums(total)[0] / ranks.tensor
+
+
+def _shared(together: list[list[Tensor]], ranks: Ranks) -> tuple[list[list[Tensor]], int]:
+    """What this rank reads, and how many calls it makes for nothing, where ranks need each other at every call."""
+    groups = ranks.world // ranks.tensor
+    calls = [-(-len(sequences[-1]) // EVALUATED_LEN) for sequences in together]
+    of_each = [sum(calls[group::groups]) for group in range(groups)]
+    return together[ranks.group :: groups], max(of_each) - of_each[ranks.group] if ranks.parallel == "fsdp" else 0
 
 
 def _side_by_side(pairs_s2: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

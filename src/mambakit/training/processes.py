@@ -102,8 +102,14 @@ class Ranks:
         if self._mesh is None:
             sizes, names = (self.replicas, self.context, self.tensor), ("data", "context", "tensor")
             self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-            self._mesh["data", "context"]._flatten("tokens")
+            self._tokens = self._mesh["data", "context"]._flatten("tokens")
         return self._mesh
+
+    @property
+    def tokens(self) -> DeviceMesh:
+        """The ranks that have other tokens, and the same heads."""
+        _ = self.mesh
+        return self._tokens
 
     def shard(self, model: LanguageModel) -> None:
         """Leave this rank its heads, and with "fsdp" a share of each parameter. These are new objects afterwards."""
@@ -113,7 +119,7 @@ class Ranks:
             return
         # Nothing writes into the logits, which are a part of the padded ones.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        mesh = self.mesh["tokens"]
+        mesh = self.tokens
         for layer in model.backbone.layers:
             fully_shard(layer, mesh=mesh)
         # The root too, so that parameters are the shares whenever no forward or backward is running.
@@ -130,7 +136,7 @@ class Ranks:
     def average(self, model: LanguageModel) -> None:
         """What `averaging` does not know of: gradients of shares, once they are all there."""
         if self.parallel == "ddp" and self.world > self.tensor > 1:
-            average_gradients(model, self.mesh["tokens"].get_group())
+            average_gradients(model, self.tokens.get_group())
 
     def without_averaging(self, objective: nn.Module) -> AbstractContextManager[Any]:
         """For all but the last of several backward passes, whose sum is averaged once."""
