@@ -188,6 +188,9 @@ def of_tokens(mesh):
         close(n, own.grad, one.grad)
     with torch.no_grad(), mk.parallel.whole_sequences():
         close("on each rank by itself", shared(ids)[0], whole(ids)[0])
+        close("a step", copy.deepcopy(shared).step(ids[:, 0])[0], whole.step(ids[:, 0])[0])
+        greedy = {"max_new_tokens": 5, "temperature": 0}
+        assert mk.generate(shared, ids, **greedy).tolist() == mk.generate(whole, ids, **greedy).tolist()
     with torch.no_grad():
         close("without gradients", shared(cut(ids, lengths, rank))[0], cut(whole(ids[:, :-1])[0], lengths, rank))
 

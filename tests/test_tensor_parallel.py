@@ -232,7 +232,7 @@ def with_others(mesh):
                 parameter.grad /= data * context
         check_gradients(what, split, whole)
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-        close(f"{what}: norm", torch.tensor(mk.parallel.clip_gradients(split, 0.1)), norm)
+        close(f"{what}: norm", norm.new_tensor(mk.parallel.clip_gradients(split, 0.1)), norm)
         check_gradients(what, split, whole, 1e-5)
 
 
