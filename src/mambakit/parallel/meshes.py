@@ -107,8 +107,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     grads: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     squares: dict[Any, Tensor] = {}
     for grad in grads:
-        mesh = grad.device_mesh if is_divided(grad) else None
-        if is_divided(grad) and any(
+        mesh: Any = grad.device_mesh if is_divided(grad) else None
+        if mesh is not None and any(
             place and placement.is_replicate()
             for place, placement in zip(mesh.get_coordinate(), grad.placements, strict=True)
         ):
