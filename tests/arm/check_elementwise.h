@@ -3,6 +3,8 @@
 
 #include "harness.h"
 
+namespace agreement {
+
 static void check_functions(Draw& draw) {
     const struct {
         double (*exact)(double);
@@ -44,7 +46,7 @@ struct ConvCase {
                 for (int64_t t = 0; t < s; t++) {
                     double a = bias.empty() ? 0 : bias[c];
                     for (int64_t q = 0; q < k; q++) a += weight[c * k + q] * seen(row, t - k + 1 + q, t, c);
-                    y[(row * s + t) * v + c] = silu ? ::silu(a) : a;
+                    y[(row * s + t) * v + c] = silu ? agreement::silu(a) : a;
                 }
                 for (int64_t q = 0; q < k; q++) after[(row * v + c) * k + q] = seen(row, s - k + q, s - 1, c);
             }
@@ -194,3 +196,5 @@ static void check_ranks(Draw& draw) {
     compare_gradients(draw, {{"x", &wide_x, d_x}, {"weight", &wide_weight, d_weight}},
                       [&] { return dot(forward(), d_v); });
 }
+
+}  // namespace agreement

@@ -3,6 +3,8 @@
 
 #include "harness.h"
 
+namespace agreement {
+
 static float from_bfloat16(uint16_t half) {
     const uint32_t bits = (uint32_t)half << 16;
     float x;
@@ -122,3 +124,5 @@ static void check_products(Draw& draw) {
         }
     }
 }
+
+}  // namespace agreement

@@ -3,6 +3,8 @@
 
 #include "harness.h"
 
+namespace agreement {
+
 struct PrepareCase {
     int64_t b, s, m, g, h, r, a;
     bool neighbours;
@@ -286,3 +288,5 @@ static void check_ssd(Draw& draw) {
                           return dot(y_want, d_y) + dot(last_want, d_last);
                       });
 }
+
+}  // namespace agreement

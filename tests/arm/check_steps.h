@@ -3,6 +3,8 @@
 
 #include "harness.h"
 
+namespace agreement {
+
 // The newest output of the convolution of n channels, and their window [n][k] after it.
 static Doubles convolved(int64_t n, int64_t k, const float* weight, const float* bias, const double* x,
                          double* window) {
@@ -314,3 +316,5 @@ static void check_mamba3_step(Draw& draw) {
         compare_rotation(s, angle_out.data() + row * as, own.angle);
     }
 }
+
+}  // namespace agreement

@@ -6,6 +6,8 @@
 #include "check_products.h"
 #include "check_steps.h"
 
+namespace agreement {
+
 struct DrawnNorm {
     Norm norm;
     Floats weight, bias;
@@ -349,3 +351,5 @@ static void check_model(Draw& draw) {
         }
     }
 }
+
+}  // namespace agreement

@@ -13,6 +13,9 @@
 #include <thread>
 #include <vector>
 
+namespace agreement {
+using namespace shapes;
+
 typedef std::vector<float> Floats;
 typedef std::vector<double> Doubles;
 
@@ -147,3 +150,5 @@ Doubles rms_normed(const double* x, int64_t n, double eps, const Weight* weight)
     for (int64_t i = 0; i < n; i++) y[i] = x[i] / sqrt(squares / n + eps) * (weight ? weight[i] : 1.0);
     return y;
 }
+
+}  // namespace agreement

@@ -23,11 +23,11 @@ int32_t mk_extension_in_use = MK_NO_EXTENSION;
 mk_parallel_for mk_torch_parallel_for = nullptr;
 mk_get_num_threads mk_torch_get_num_threads = nullptr;
 
-using namespace shapes;
-
 #include "check_elementwise.h"
 #include "check_scans.h"
 #include "check_whole_model.h"
+
+namespace agreement {
 
 static const int64_t THREADS = 3;
 
@@ -75,7 +75,10 @@ static const struct {
     {"memory", check_memory},
 };
 
+}  // namespace agreement
+
 int main(int count, char** given) {
+    using namespace agreement;
     if (count < 3) return fprintf(stderr, "agreement LIBRARY CASES [INSTRUCTION_SET [EXTENSION]]\n"), 2;
     now.library = dlopen(given[1], RTLD_NOW);
     if (!now.library) return fprintf(stderr, "%s\n", dlerror()), 2;
