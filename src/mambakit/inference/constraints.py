@@ -3,7 +3,7 @@
 import json
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,16 +20,40 @@ QUOTE, BRACKETS = b'"', b"]})"
 OTHERS = (b",:", b"0123456789", b"tn", b"f", b"-[{(", b" ", b"abcdefghijklmnopqrstuvwxyz")
 """First bytes of tokens in the order in which they are tried in bringing a text to its end."""
 USED = 1000.0
+FORMS = 64
+"""That are remembered for each tokenizer."""
+LONGEST_WAY = 4096
+"""Tokens after which no end is looked for any more: a form may have none."""
 IS_ZERO = bytes([1]) + bytes(255)
 
 
-class Table(NamedTuple):
-    """A tokenizer's tokens."""
+class Table:
+    """A tokenizer's tokens, and the forms that were compiled for them."""
 
-    known: Any
-    """As `llguidance` reads them."""
-    prices: list[tuple[Tensor, Tensor]]
-    """See `find_prices`."""
+    def __init__(self, known: Any):
+        self.known = known
+        """As `llguidance` reads them."""
+        self.prices = find_prices(known)
+        self.ways_out: dict[tuple[str, int], list[int] | None] = {}
+        """By form and size of the vocabulary."""
+        self._matchers: dict[str, Any] = {}
+
+    def matcher(self, told: str) -> Any:
+        """At the start of a form, which is compiled once for all texts of it."""
+        made = self._matchers.get(told)
+        if made is None:
+            made = import_llguidance().LLMatcher(self.known, told, log_level=0)
+            if made.is_error():
+                return made
+            forget_oldest(self._matchers)
+            self._matchers[told] = made
+        return made.deep_copy()
+
+
+def forget_oldest(known: dict[Any, Any]) -> None:
+    """To make room for one more form."""
+    while len(known) >= FORMS:
+        known.pop(next(iter(known)), None)
 
 
 TABLES: "WeakKeyDictionary[Any, Table]" = WeakKeyDictionary()
@@ -51,15 +75,23 @@ class Constraint:
         check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
         self._vocab_size = vocab_size
         self._table = table(tokenizer)
-        self._matcher = import_llguidance().LLMatcher(self._table.known, grammar(wanted), log_level=0)
+        told = grammar(wanted)
+        self._matcher = self._table.matcher(told)
         self._check("cannot be compiled")
         self.complete = False
         """Whether no further token may come."""
-        self.forbidden = b""
-        """Of each of the model's tokens 1 where it may not come next, otherwise 0."""
+        self.only: int | None = None
+        """The next token, where no other may come."""
+        self._forbidden = bytearray(vocab_size)
+        self.forbidden_w = torch.frombuffer(self._forbidden, dtype=torch.bool)
+        """Which of the model's tokens may not come next; changed by `take`."""
+        self._detours: dict[int, list[int]] = {}
+        """After a token that a way out did not begin with: what led back to it last time."""
+        self._astray = 0
+        """How many tokens of the way out only lead back to one that was known before."""
         self._look_ahead()
         self._left = max_new_tokens
-        self._way_out = None if max_new_tokens is None else self._find_way_out(max_new_tokens)
+        self._way_out = None if max_new_tokens is None else self._first_way_out(told, max_new_tokens)
 
     def take(self, token: int) -> int:
         """Go on with this token, or with another if too few were left to come to an end after it; which it was."""
@@ -75,20 +107,41 @@ class Constraint:
             self.complete |= not self._left and self._matcher.is_accepting()
         return token
 
+    def _first_way_out(self, told: str, most: int) -> list[int] | None:
+        """From the start of the form `told`; found once for all texts of it."""
+        known, form = self._table.ways_out, (told, self._vocab_size)
+        way_out = known.get(form, ())
+        if way_out == ():
+            way_out = self._find_way_out(LONGEST_WAY)
+            forget_oldest(known)
+            known[form] = way_out
+        return self._find_way_out(most) if way_out is not None and len(way_out) > most else way_out
+
     def _settle(self, token: int, way_out: list[int], left: int) -> tuple[int, list[int] | None]:
         """The token that comes and the way out after it, of at most `left` tokens; None for a model without an end."""
         way_out = way_out or [self._table.known.eos_token]  # where the text may end as it is
-        if token == way_out[0]:
-            return token, way_out[1:]
-        for known in (way_out, way_out[1:]):
-            if len(known) <= left and self._ends(self._matcher, [token, *known]):
-                return token, known
+        found = way_out[1:] if token == way_out[0] else self._known_way_out(token, way_out, left)
         can_be_said = way_out[0] < self._vocab_size
-        # Where it takes all tokens that are left, no other is looked for.
-        found = None if can_be_said and len(way_out) > left else self._find_way_out(left, [token], way_out)
+        if found is None and (len(way_out) <= left or not can_be_said):
+            # Where it takes all tokens that are left, no other is looked for.
+            found = self._find_way_out(left, [token], way_out)
+            if found is not None and found[-len(way_out) :] == way_out:
+                self._detours[token] = found[: -len(way_out)]
         if found is None and can_be_said:
-            return way_out[0], way_out[1:]
+            token, found = way_out[0], way_out[1:]
+        if found is not None:
+            self._astray = max(0, self._astray + len(found) - len(way_out))
         return token, found
+
+    def _known_way_out(self, token: int, way_out: list[int], left: int) -> list[int] | None:
+        """After `token`: as before, without the token that this one is in place of, or back to it."""
+        ways = [way_out[1:], way_out] if self._astray else [way_out, way_out[1:]]
+        if token in self._detours:
+            ways.insert(0, [*self._detours[token], *way_out])
+        for way in ways:
+            if len(way) <= left and self._ends(self._matcher, [token, *way]):
+                return way
+        return None
 
     def _ends(self, matcher: Any, tokens: list[int]) -> bool:
         """Whether these may come next and be the last."""
@@ -99,6 +152,7 @@ class Constraint:
 
         What closes comes first, and of what does not, what has not been there yet: all of a form is tried in the end.
         """
+        most = min(most, LONGEST_WAY)
         for joins in (True, False) if known else (False,):
             for first_w, dearer_w in self._table.prices:
                 matcher, way = self._matcher.deep_copy(), []
@@ -122,13 +176,14 @@ class Constraint:
 
     def _look_ahead(self) -> bool:
         """Find out what may come next; whether anything may."""
-        bias = self._matcher.compute_logit_bias()
+        told = forbidden(self._matcher.compute_logit_bias(), self._vocab_size)
         self._check("has become too complex")
-        self.forbidden = forbidden(bias, self._vocab_size)
-        goes_on = 0 in self.forbidden
-        if not goes_on and not self._matcher.is_accepting():
+        self._forbidden[:] = told
+        first = told.find(0)
+        self.only = first if first >= 0 and told.find(0, first + 1) < 0 else None
+        if first < 0 and not self._matcher.is_accepting():
             raise ValueError("the constraint allows none of the model's tokens to come next")
-        return goes_on
+        return first >= 0
 
     def _check(self, told: str) -> None:
         if self._matcher.is_error():
@@ -144,10 +199,9 @@ def forbidden(bias: bytes, vocab_size: int) -> bytes:
     return bias[:vocab_size].translate(IS_ZERO).ljust(vocab_size, b"\1")
 
 
-def masked(values: Tensor, forbidden: bytes, value: float) -> Tensor:
-    """`value` in all places of `values` where there is a 1."""
-    mask = torch.frombuffer(bytearray(forbidden), dtype=torch.bool)
-    return values.masked_fill(mask.view_as(values).to(values.device), value)
+def masked(values_w: Tensor, forbidden: bytes, value: float) -> Tensor:
+    """`value` in all places of `values_w` where there is a 1."""
+    return values_w.masked_fill(torch.frombuffer(bytearray(forbidden), dtype=torch.bool), value)
 
 
 def find_prices(known: Any) -> list[tuple[Tensor, Tensor]]:
@@ -176,8 +230,12 @@ def constrained(logits_bw: Tensor, constraints: Sequence[Constraint | None]) -> 
     """What each row's constraint keeps, and all of a row that has none."""
     if not any(constraints):
         return logits_bw
-    free = bytes(logits_bw.shape[1])
-    return masked(logits_bw, b"".join(free if own is None else own.forbidden for own in constraints), -torch.inf)
+    if len(constraints) == 1 and constraints[0] is not None:
+        forbidden_bw = constraints[0].forbidden_w
+    else:
+        free_w = torch.zeros(logits_bw.shape[1], dtype=torch.bool)
+        forbidden_bw = torch.stack([free_w if own is None else own.forbidden_w for own in constraints])
+    return logits_bw.masked_fill(forbidden_bw.to(logits_bw.device), -torch.inf)
 
 
 def grammar(wanted: Any) -> str:
@@ -214,7 +272,7 @@ def table(tokenizer: Any) -> Table:
         else:
             given = f"expected Bytes or a TokenizerFile of mambakit.text.tokens, got a {type(tokenizer).__name__}"
             raise ValueError(f"a constraint needs to know the tokenizer's tokens: {given}")
-        TABLES[tokenizer] = Table(made, find_prices(made))
+        TABLES[tokenizer] = Table(made)
     return TABLES[tokenizer]
 
 
