@@ -22,24 +22,24 @@ from mambakit.ops.decode import DECODE
 KINDS = ("off", "auto", "ngram")
 LENGTHS = (2, 4, 8, 12, 16)
 """Tokens in a call, the one that is sure among them. Products take them four at a time."""
-MOST_LOST = 0.04
-"""Of the time after a prompt, what guesses may have cost."""
+MOST_LOST, ALLOWED = 0.02, 4
+"""What guesses may have cost: of the time since the first one, and so many steps to begin with."""
 TOKEN_TAKES = 0.25
 """Until calls are measured: what each more token is taken to add to one, in steps."""
 COUNTS = 0
 """The place of what counting takes among the times of calls."""
 COUNTS_TAKES = 0.1
 """Until it is measured: what a token that counts adds to the next call, in steps."""
-SAVED = 4
+SAVED = 8
 """Steps: what guesses have gained and may lose again."""
 LEAST_CHANCE = 0.03
 """Guesses that are less likely to be reached are not thought about."""
-FORGOTTEN = 64
+FORGOTTEN = 256
 """Calls after which a time is no longer known."""
 RECENT = 5
 """Calls of a length by whose median it is known."""
-SELDOM = 32
-"""Steps between guesses that are made only to learn from."""
+SELDOM = 128
+"""Steps after the first guess that is made only to learn from; twice as many after each more."""
 FIRST_STEPS = 3
 """Steps before the first guess: the very first takes longer than others."""
 
@@ -120,6 +120,8 @@ class Speculation:
     ):
         self._decoder, self._read_prompt, self._clock = decoder, read, clock
         self._times = Times()
+        self._spent = self._lost = 0.0
+        """Seconds: in all, and of those lost by guessing."""
         self._ids: list[int] | None = None
         """The prompt, by which a text is known."""
         self._told = 0
@@ -149,12 +151,10 @@ class Speculation:
         return logits_1w
 
     def _begin(self, ids: list[int]) -> None:
-        """With another text, of which nothing is lost yet."""
+        """With another text."""
         self._ids, self._source, self._told = ids, self._read_prompt(ids), 0
-        self._spent = self._lost = 0.0
-        """Seconds after the prompt: in all, and of those lost by guessing."""
-        self._steps = 0
-        """Since there was a guess."""
+        self._steps = self._patience = 0
+        """Since there was a guess, and before one is thought about by who learns from guesses alone."""
         self._has_room = False
         self._forget()
 
@@ -193,11 +193,13 @@ class Speculation:
 
     def _choose_length(self) -> int:
         """Of the next call: that from which most tokens per second are hoped for."""
-        times = self._times
-        hopes = self._source.hopes(LENGTHS[-1] - 1) if times.has_step else []
+        times, learns = self._times, self._source.learns
+        if not times.has_step or (not learns and 0 < self._steps < self._patience):
+            return 1
+        hopes = self._source.hopes(LENGTHS[-1] - 1)
         if not hopes:
             return 1
-        step, counts, learns = times.of(1), times.counts, self._source.learns
+        step, counts = times.of(1), times.counts
         best, per_second, tokens, chance = 1, 1 / step, 1.0, 1.0
         for number, hope in enumerate(hopes, 2):
             chance *= hope
@@ -209,11 +211,12 @@ class Speculation:
                 if hoped > per_second:
                     best, per_second = number, hoped
         # Trying is how some learn, and half of what may be lost is for that.
-        tries = best == 1 and not learns and self._steps >= SELDOM
-        return LENGTHS[0] if tries and self._may_lose(2 * (times.of(LENGTHS[0]) - step)) else best
+        if best == 1 and not learns and self._may_lose(2 * (times.of(LENGTHS[0]) - step)):
+            best, self._patience = LENGTHS[0], max(SELDOM, 2 * self._patience)
+        return best
 
     def _may_lose(self, seconds: float) -> bool:
-        return self._lost + seconds <= MOST_LOST * self._spent
+        return self._lost + seconds <= ALLOWED * self._times.of(1) + MOST_LOST * self._spent
 
     def _count(self, seconds: float, length: int, counted: int) -> None:
         times, step = self._times, self._times.of(1)
