@@ -30,6 +30,8 @@ COUNTS = 0
 """The place of what counting takes among the times of calls."""
 COUNTS_TAKES = 0.1
 """Until it is measured: what a token that counts adds to the next call, in steps."""
+WORTH = 1.1
+"""Times as many tokens per second as steps give: what a guess has to promise."""
 SAVED = 8
 """Steps: what guesses have gained and may lose again."""
 LEAST_CHANCE = 0.03
@@ -38,8 +40,8 @@ FORGOTTEN = 256
 """Calls after which a time is no longer known."""
 RECENT = 5
 """Calls of a length by whose median it is known."""
-SELDOM = 128
-"""Steps after the first guess that is made only to learn from; twice as many after each more."""
+SELDOM = 32
+"""Steps after the first guess that is made only to learn from, and so many more after each other one."""
 FIRST_STEPS = 3
 """Steps before the first guess: the very first takes longer than others."""
 
@@ -200,7 +202,7 @@ class Speculation:
         if not hopes:
             return 1
         step, counts = times.of(1), times.counts
-        best, per_second, tokens, chance = 1, 1 / step, 1.0, 1.0
+        best, per_second, tokens, chance = 1, WORTH / step, 1.0, 1.0
         for number, hope in enumerate(hopes, 2):
             chance *= hope
             if chance < LEAST_CHANCE:
@@ -211,8 +213,9 @@ class Speculation:
                 if hoped > per_second:
                     best, per_second = number, hoped
         # Trying is how some learn, and half of what may be lost is for that.
-        if best == 1 and not learns and self._may_lose(2 * (times.of(LENGTHS[0]) - step)):
-            best, self._patience = LENGTHS[0], max(SELDOM, 2 * self._patience)
+        tries = best == 1 and not learns and self._steps >= self._patience
+        if tries and self._may_lose(2 * (times.of(LENGTHS[0]) - step)):
+            best, self._patience = LENGTHS[0], self._patience + SELDOM
         return best
 
     def _may_lose(self, seconds: float) -> bool:
