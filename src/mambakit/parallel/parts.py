@@ -107,7 +107,7 @@ def on_caches(model: Any, cache: Any, change: Callable[[Lane, str, Tensor], Tens
 
     after = []
     for real, carried in zip(stack.order, cache, strict=True):
-        layer = stack.layers[real]
+        layer: Any = stack.layers[real]
         by_block = {block: changed(block, own) for block, own in layer.apart(carried).items()}
         after.append(layer.together([by_block.get(block, NoCache()) for _, block in layer.parts]))
     return tuple(after)
