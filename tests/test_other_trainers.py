@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "trainers"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
 
 
 def run(*command: object) -> str:
@@ -24,6 +25,11 @@ def run(*command: object) -> str:
 def test_lightning_fabric(options):
     pytest.importorskip("lightning_fabric")
     assert "as on one process" in run(EXAMPLES / "fabric.py", *options)
+
+
+def test_trainer_of_transformers():
+    pytest.importorskip("accelerate")
+    assert "as on one process" in run(*TORCHRUN, EXAMPLES / "hf_trainer.py")
 
 
 def test_torchtitan():
