@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mambakit.kernels.triton.backend import implement
 from mambakit.kernels.triton.launch import launch, parts, power_of_two
+from mambakit.kernels.triton.tiles import why_refused
 from mambakit.ops.selective_scan import SELECTIVE_SCAN
 
 CHUNK = 32
@@ -68,7 +69,10 @@ def scan_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor | 
 
 
 def why_not(x_bsi: Tensor, dt_bsi: Tensor, a_ir: Tensor, *_: Any) -> str | None:
-    return f"it got states of {a_ir.shape[1]}, at most {LARGEST} fit" if a_ir.shape[1] > LARGEST else None
+    r = a_ir.shape[1]
+    if r > LARGEST:
+        return f"it got states of {r}, at most {LARGEST} fit"
+    return why_refused(f"selective_scan {r}", x_bsi.dtype, x_bsi.device)
 
 
 implement(SELECTIVE_SCAN, scan, scan_backward, why_not)

@@ -11,8 +11,8 @@ from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.launch import Launch, recording
 from mambakit.ops.norm import GATE_FIRST, NORM_FIRST
 
-HEADS = ((64, 128, 1), (64, 128, 4), (128, 64, 1), (128, 128, 4))
-"""Channels, state and ranks of a head: Mamba-2 and Mamba-3 as published, and what their presets allow."""
+HEADS = ((64, 128, 1), (64, 128, 4), (64, 64, 1), (64, 16, 1), (128, 128, 1), (128, 64, 4))
+"""Channels, state and ranks of a head: Mamba-2 and Mamba-3 as published, and what lies around them."""
 WIDTH, TOKENS = 1536, 256
 
 
@@ -49,19 +49,21 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
         backward = recorded(ssd.backward, EXACT, grads, *inputs, needs)
         yield Shape(f"ssd {p}x{r}, ranks {m}, backward", dtype, backward)
 
-    yield from core(*HEADS[0])
+    for head in HEADS:
+        yield from core(*head)
     x = data(2, TOKENS, WIDTH)
     conv = (x, data(WIDTH, 4), data(WIDTH), data(2, WIDTH, 4), segments, None, [WIDTH], True)
     yield Shape("causal_conv", dtype, recorded(causal_conv.convolve, *conv))
     yield Shape("causal_conv, backward", dtype, recorded(causal_conv.convolve_backward, [x, conv[3]], *conv, needs))
-    for m, group, order in ((1, WIDTH, GATE_FIRST), (4, 64, NORM_FIRST)):
-        rows, ranks = data(TOKENS, WIDTH), data(m, WIDTH) if m > 1 else None
-        finish = (data(TOKENS, m, WIDTH), rows, data(WIDTH), rows, ranks, ranks, ranks, data(WIDTH), group, order, 1e-5)
+    for group, m in norm.GATED:
+        width, order = (group, GATE_FIRST) if m == 1 else (WIDTH, NORM_FIRST)
+        rows, ranks = data(TOKENS, width), data(m, width) if m > 1 else None
+        finish = (data(TOKENS, m, width), rows, data(width), rows, ranks, ranks, ranks, data(width), group, order, 1e-5)
         yield Shape(f"finish {group}, ranks {m}", dtype, recorded(norm.finish, *finish))
         yield Shape(
             f"finish {group}, ranks {m}, backward", dtype, recorded(norm.finish_backward, [rows], *finish, needs)
         )
-    for r, m in ((128, 1), (128, 4)):
+    for r, m in dict.fromkeys((r, m) for _, r, m in HEADS):
         b, h = data(2, TOKENS, m, 1, r), 24
         angles = (data(2, TOKENS, r // 4), wide(2, TOKENS, h), wide(2, h, r // 4), segments, 1e-5, 1.0, True)
         prepare = (b, b, data(r), data(r), data(h, m, r), data(h, m, r), *angles)
@@ -77,8 +79,6 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
     yield Shape("selective_scan 16, backward", dtype, backward)
     if dtype == torch.float32:
         yield from steps(wide)
-    for head in HEADS[1:]:
-        yield from core(*head)
 
 
 def steps(wide: Callable[..., Tensor]) -> Iterator[Shape]:
