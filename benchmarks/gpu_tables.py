@@ -10,17 +10,13 @@ import re
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from benchmarks.gpu_traffic import Cost, kernels, official
 from mambakit import SsdPath, ssd
-from mambakit.kernels.triton import ssd as kernels
-from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.gate import TARGETS
-from mambakit.kernels.triton.launch import Launch, recording
 from mambakit.kernels.triton.tiles import CANDIDATES, TABLE
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
-B, S, H, P, R = 8, 2048, 24, 64, 128
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -47,74 +43,41 @@ def gate_table() -> str:
 
 
 def tiles_table() -> str:
+    """Of the heads that were compiled; per target and pass, bfloat16 and float32."""
     tiles = json.loads(TABLE.read_text("utf-8"))["tiles"]
-    keys = [f"{pass_} {parts}{ranks}" for parts in (1, 3) for ranks in ("", " ranks") for pass_ in CANDIDATES]
-    head = ["target", *(re.sub("[13]", lambda m: {"1": "bfloat16", "3": "float32"}[m[0]], key) for key in keys)]
-    shown = [
-        [target, *("x".join(map(str, found[k][:3])) if k in found else "-" for k in keys)]
-        for target, found in tiles.items()
+    heads = list(dict.fromkeys(key.split()[2] for found in tiles.values() for key in found if "x" in key))
+    dtypes = {"1": "bfloat16", "3": "float32"}
+
+    def shown(found: list[int] | None) -> str:
+        return (
+            "-" if found is None else "x".join(map(str, found[:3])) + (f", {found[3]} warps" if found[3] != 4 else "")
+        )
+
+    lines = [
+        [f"{pass_} {name}", head, *(shown(tiles.get(target, {}).get(f"{pass_} {parts} {head}")) for target in TARGETS)]
+        for pass_ in CANDIDATES
+        for parts, name in dtypes.items()
+        for head in heads
     ]
-    return markdown(head, shown)
-
-
-def bytes_of(launch: Launch) -> int:
-    """Every tensor once: what has to move at least."""
-    return sum(x.numel() * x.element_size() for x in launch.arguments if isinstance(x, Tensor))
-
-
-def multiplications(launch: Launch) -> float:
-    """Of the matrix products, each counted once, however many parts it is taken in."""
-    n = launch.sizes
-    rows, own = B * S, n["BT"]
-    state, pairs_r, pairs_p = 2.0 * rows * H * P * R, 2.0 * rows * H * own * R, 2.0 * rows * H * own * P
-    return {
-        "ssd.walk_states": state,
-        "ssd.read_chunks": state + pairs_r + pairs_p,
-        "ssd.grad_values": 2 * state + pairs_r + 2 * pairs_p + 2.0 * rows * H * own * own,
-        "ssd.grad_keys": 2 * state + pairs_p * (R // n["BR"]) + 4.0 * rows * own * R,
-    }[launch.kernel]
+    return markdown(["pass", "head", *TARGETS], lines)
 
 
 def traffic_table() -> str:
-    def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
+    """Each kernel, and what an operation's come to beside the official ones."""
+    theirs, lines = official(), []
 
-    wide = torch.float32
-    v, b = empty(B, S, 1, H, P), empty(B, S, 1, 1, R)
-    state = empty(B, H, P, R, dtype=wide)
-    inputs = (v, b, b, *(empty(B, S, H, dtype=wide) for _ in range(3)), state, None, 0)
-    lines = []
-    for name, call in (
-        ("forward", lambda: kernels.forward(EXACT, *inputs)),
-        ("backward", lambda: kernels.backward(EXACT, [v, state], *inputs, [True] * 7)),
-    ):
-        with recording() as log:
-            call()
-        for launch in log:
-            mirrored = ", mirrored" if launch.sizes.get("BACK") else ""
-            moved, products = bytes_of(launch) / 1e6, multiplications(launch) / 1e9
-            lines.append([name, launch.kernel.removeprefix("ssd.") + mirrored, f"{moved:.0f}", f"{products:.1f}"])
-        total = (sum(map(bytes_of, log)) / 1e6, sum(map(multiplications, log)) / 1e9)
-        lines.append([name, "**together**", f"**{total[0]:.0f}**", f"**{total[1]:.1f}**"])
-    for name, moved, products in official():
-        lines.append(["official forward", name, f"{moved / 1e6:.0f}", f"{products / 1e9:.1f}"])
-    moved, products = sum(row[1] for row in official()) / 1e6, sum(row[2] for row in official()) / 1e9
-    lines.append(["official forward", "**together**", f"**{moved:.0f}**", f"**{products:.1f}**"])
-    return markdown(["pass", "kernel", "MB", "GFLOP"], lines)
+    def shown(costs: list[Cost]) -> list[str]:
+        return [f"{sum(c.moved for c in costs) / 1e6:,.0f}", f"{sum(c.computed for c in costs) / 1e9:,.2f}"]
 
-
-def official(chunk: int = 256) -> list[tuple[str, float, float]]:
-    """The five kernels of the official Mamba-2 forward, counted from the tensors they exchange."""
-    x, bc, per_head = 2.0 * B * S * H * P, 2.0 * B * S * R, 4.0 * B * S * H
-    states, pairs = 4.0 * B * (S // chunk) * H * P * R, 4.0 * B * S * chunk
-    state = 2.0 * B * S * H * P * R
-    return [
-        ("cumulative sums", per_head / 2 + 2 * per_head, 0),
-        ("chunk states", x + bc + 2 * per_head + states, state),
-        ("state passing", 2 * states, 0),
-        ("C B of a chunk", 2 * bc + pairs, 2.0 * B * S * chunk * R),
-        ("chunk scan", pairs + 2 * x + 2 * per_head + bc + states, state + 2.0 * B * S * H * chunk * P),
-    ]
+    for operation, costs in kernels().items():
+        other = theirs.get(operation)
+        beside = ["-"] * 3 if other is None else [str(len(other)), *shown(other)]
+        if len(costs) > 1:
+            lines += [[operation, cost.kernel, *shown([cost]), "", "", ""] for cost in costs]
+            lines.append([operation, "**together**", *(f"**{number}**" for number in shown(costs)), *beside])
+        else:
+            lines.append([operation, costs[0].kernel, *shown(costs), *beside])
+    return markdown(["operation", "kernel", "MB", "GFLOP", "official kernels", "MB", "GFLOP"], lines)
 
 
 def precision_table() -> str:

@@ -63,6 +63,9 @@ SLOW = {
     "test_sessions.py::test_killed_while_parking",
     "test_trainer_runs.py::",
     "test_training.py::test_narrow_dtypes_learn_like_float32",
+    "test_triton_gate.py::test_compiles_as_the_table_says",
+    "test_triton_hidden.py::",
+    "test_triton_interpreter.py::",
 }
 
 

@@ -144,7 +144,7 @@ def why_not_mamba3(projected: Tensor, state: Tensor, k_state: Tensor, *_: Any) -
     return why_not(state, f"mamba3_step {state.shape[2]}x{state.shape[3]}, ranks {k_state.shape[1]}")
 
 
-implement(MAMBA1_STEP_CONV, mamba1_step_conv)
+implement(MAMBA1_STEP_CONV, mamba1_step_conv, why_not=lambda projected, window, *_: why_not(window, "mamba1_step_conv"))
 implement(MAMBA1_STEP, mamba1_step, why_not=why_not_mamba1)
 implement(MAMBA2_STEP, mamba2_step, why_not=why_not_mamba2)
 implement(MAMBA3_STEP, mamba3_step, why_not=why_not_mamba3)

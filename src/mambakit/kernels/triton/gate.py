@@ -129,7 +129,7 @@ def judge(target: str, launches: list[Launch]) -> tuple[dict[str, dict[str, int]
 def run(target: str, shape: Shape, chosen: dict[str, list[int]]) -> dict[str, Any]:
     """A row of the table; the core's has the first tiles that fit, or the last that do not.
 
-    What was too large for one head is not tried for the next: `chosen` has what fitted so far.
+    What was too large for one head, or for fewer digits or ranks, is not tried again: `chosen` has what fitted so far.
     """
     row: dict[str, Any] = {"target": target, "shape": shape.name, "dtype": str(shape.dtype).removeprefix("torch.")}
     if not shape.name.startswith("ssd"):
@@ -138,8 +138,9 @@ def run(target: str, shape: Shape, chosen: dict[str, list[int]]) -> dict[str, An
     pass_, size = "backward" if shape.name.endswith("backward") else "forward", shape.launches[0].sizes
     row["key"] = [pass_, size["IN"], size["M"], f"{size['P']}x{size['R']}x{size['M']}"]
     tried = [list(tiles) for tiles in CANDIDATES[pass_]]
-    fitted = chosen.get(tiles_key(pass_, size["IN"], size["M"]), tried[0])
-    for tiles in CANDIDATES[pass_][tried.index(fitted) :]:
+    easier = [tiles_key(pass_, parts, ranks) for parts in (1, size["IN"]) for ranks in (1, size["M"])]
+    first = max(tried.index(chosen.get(key, tried[0])) for key in easier)
+    for tiles in CANDIDATES[pass_][first:]:
         found, reason = judge(target, [with_tiles(call, tiles) for call in shape.launches])
         row |= {"tiles": list(tiles), "kernels": found, "reason": reason}
         if reason is None:
@@ -168,7 +169,7 @@ def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def add(table: dict[str, Any], row: dict[str, Any]) -> None:
-    """A row, and what follows from it: the tiles of its head and of all that were not compiled, or why it is refused."""
+    """A row, and what follows from it: tiles for its head and for those that were not compiled, or a refusal."""
     table["rows"].append(row)
     if row["reason"] is not None:
         name = f"{row['shape']}, {row['dtype']}"

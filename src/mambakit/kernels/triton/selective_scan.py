@@ -63,7 +63,8 @@ def scan_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor | 
     scratch = torch.empty(given.programs, CHUNK + 1, given.sizes["BI"], given.sizes["BR"], **wide)
     read = (*given.before, *given.after, kept, dy, d_last, scratch)
     written = (d_x, d_dt, d_a, d_b, d_c, d_state, d_skip, d_z, d_bias)
-    launch("selective_scan.scan_backward", given.programs, *read, *written, given.s, given.chunks, **given.sizes)
+    lengths = (given.s, given.chunks)
+    launch("selective_scan.scan_backward", given.programs, *read, *written, *lengths, warps=8, **given.sizes)
     every = (d_x, d_dt, d_a.sum(0), d_b.sum(0), d_c.sum(0), d_state, d_skip.sum(0), d_z, d_bias.sum(0))
     return [None if d is None or t is None else d.to(t.dtype) for d, t in zip(every, inputs, strict=False)]
 
