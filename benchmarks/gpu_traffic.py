@@ -124,16 +124,20 @@ def kernels() -> dict[str, list[Cost]]:
 def steps() -> dict[str, list[Cost]]:
     """A token of ROWS rows, in float32."""
     b, v = ROWS, WIDTH + 2 * R
-    conv = (wide(b, 2 * WIDTH), wide(b, WIDTH, K), wide(WIDTH, K), wide(WIDTH))
+    conv = (wide(b, 2 * WIDTH), wide(b, WIDTH, K), wide(WIDTH, K), wide(WIDTH), None)
     first = (wide(b, 2 * WIDTH), wide(b, WIDTH), wide(b, WIDTH), wide(b, 48 + 2 * N), wide(b, WIDTH, N))
     second = (wide(b, WIDTH + v + H), wide(b, v, K), wide(b, H, P, R), wide(v, K), wide(v), *[wide(H)] * 3)
     third = (wide(b, 2 * WIDTH + 2 * R + 3 * H + A), wide(b, H, P, R), wide(b, 1, H, R), wide(b, H, P), wide(b, H, A))
     third = (*third, wide(H), wide(R), wide(R), wide(H, 1, R), wide(H, 1, R), None, None, None, wide(H), wide(WIDTH))
     return {
         "a token of Mamba-1": ours(fused_step.mamba1_step_conv, *conv)
-        + ours(fused_step.mamba1_step, *first, wide(WIDTH, N), wide(WIDTH)),
-        "a token of Mamba-2": ours(fused_step.mamba2_step, *second, wide(WIDTH), WIDTH, 1e-5, 0.0, 1.0, False),
-        "a token of Mamba-3": ours(fused_step.mamba3_step, *third, A, False, True, 1e-5, 0.0, 1.0, 1e-4, 1.0),
+        + ours(fused_step.mamba1_step, *first, wide(WIDTH, N), wide(WIDTH), None),
+        "a token of Mamba-2": ours(
+            fused_step.mamba2_step, *second, wide(WIDTH), None, None, WIDTH, 1e-5, 0.0, 1.0, False
+        ),
+        "a token of Mamba-3": ours(
+            fused_step.mamba3_step, *third, None, None, A, False, False, True, 1e-5, 0.0, 1.0, 1e-4, 1.0
+        ),
     }
 
 

@@ -59,12 +59,15 @@ def calls() -> dict[str, tuple]:
         "prepare backward": (mamba3_prepare.prepare_backward, [out, out, angles[2]], *turned, NEEDS),
         "scan": (selective_scan.scan, *scan),
         "scan backward": (selective_scan.scan_backward, [x, empty(b, wide, r)], *scan, NEEDS),
-        "mamba1_step_conv": (fused_step.mamba1_step_conv, step1[0], conv[3], conv[1], conv[2]),
-        "mamba1_step": (fused_step.mamba1_step, *step1, empty(wide)),
-        "mamba2_step": (fused_step.mamba2_step, *step2, *[empty(h)] * 3, empty(wide), wide, 1e-5, 0.0, 1.0, False),
+        "mamba1_step_conv": (fused_step.mamba1_step_conv, step1[0], conv[3], conv[1], conv[2], None),
+        "mamba1_step": (fused_step.mamba1_step, *step1, empty(wide), None),
+        "mamba2_step": (
+            fused_step.mamba2_step,
+            *(*step2, *[empty(h)] * 3, empty(wide), None, None, wide, 1e-5, 0.0, 1.0, False),
+        ),
         "mamba3_step": (
             fused_step.mamba3_step,
-            *(*step3, empty(h), empty(wide), 4, False, True, 1e-5, 0.0, 1.0, 1e-4, 1.0),
+            *(*step3, empty(h), empty(wide), None, None, 4, False, False, True, 1e-5, 0.0, 1.0, 1e-4, 1.0),
         ),
     }
 

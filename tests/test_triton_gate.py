@@ -79,7 +79,7 @@ def test_every_kernel_asks_for_what_the_gate_compiled(monkeypatch):
         state = torch.zeros(1, 1, p, r)
         if m == 1:
             fused_step.why_not_mamba2(x, x, state)
-        fused_step.why_not_mamba3(x, state, torch.zeros(1, m, 1, r))
+        fused_step.why_not_mamba3(x, state, torch.zeros(1, m, 1, r), x, x)
     names = {shape.name.removesuffix(", backward") for shape in shapes(torch.float32)}
     assert set(asked) == names
 

@@ -17,13 +17,22 @@ from mambakit.ops.operation import TorchOperation
 
 Inputs = dict[str, Any]
 CHANNELS, ELEMENTS = 128, 1024
+CARRIED = {"window", "state", "k_state", "v_state", "angle"}
 STATE = 1 << 15
 """Most entries of one head's state: a program holds it."""
 
 
 def by_name(operation: TorchOperation, inputs: tuple[Any, ...]) -> Inputs:
     values = [x.contiguous() if isinstance(x, Tensor) else x for x in inputs]
-    return dict(zip(operation.names, values, strict=True))
+    found = dict(zip(operation.names, values, strict=True))
+    reset, fresh_state = found.pop("reset"), found.pop("fresh_state", None)
+    if reset is None:
+        return found
+    # What is carried is small beside a launch: rows that start afresh are so before it.
+    for name in CARRIED & found.keys():
+        fresh = fresh_state if name == "state" and fresh_state is not None else 0
+        found[name] = torch.where(reset.view(-1, *[1] * (found[name].dim() - 1)), fresh, found[name])
+    return found
 
 
 def check_numel(inputs: Inputs, /, **counts: int) -> None:
@@ -109,7 +118,7 @@ def mamba3_step(*inputs: Any) -> list[Tensor]:
         **{"mimo_x": h * m * p, "mimo_z": h * m * p, "mimo_o": h * m * p},
     )
     found = [projected.new_empty(b, h * p), *(torch.empty_like(t) for t in before)]
-    tensors = list(x.values())[: MAMBA3_STEP.tensors]
+    tensors = [x[name] for name in MAMBA3_STEP.names[: MAMBA3_STEP.tensors] if name in x]
     numbers = (x["norm_eps"], x["dt_low"], x["dt_high"], x["a_floor"], x["rotation_range"] * math.pi)
     sizes = {"H": h, "P": p, "R": r, "G": groups, "M": m, "A": angles, "KEPT": kept, "NEIGHBOURS": not x["half"]}
     sizes |= {"HEAVY": x["heavy_tail"], "BP": block(p), "BR": block(r), "BA": block(kept)}
@@ -140,7 +149,11 @@ def why_not_mamba2(projected: Tensor, window: Tensor, state: Tensor, *_: Any) ->
     return why_not(state, f"mamba2_step {state.shape[2]}x{state.shape[3]}")
 
 
-def why_not_mamba3(projected: Tensor, state: Tensor, k_state: Tensor, *_: Any) -> str | None:
+def why_not_mamba3(
+    projected: Tensor, state: Tensor, k_state: Tensor, v_state: Tensor, rotation: Tensor, *_: Any
+) -> str | None:
+    if rotation.dim() == 4:
+        return "it has no rotation by quaternions"
     return why_not(state, f"mamba3_step {state.shape[2]}x{state.shape[3]}, ranks {k_state.shape[1]}")
 
 
