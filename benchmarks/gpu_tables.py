@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu_traffic import Cost, kernels, official
 from mambakit import SsdPath, ssd
 from mambakit.kernels.triton.gate import TARGETS
+from mambakit.kernels.triton.shapes import shapes
 from mambakit.kernels.triton.tiles import CANDIDATES, TABLE
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
@@ -28,13 +29,14 @@ def gate_table() -> str:
     """A line per shape and dtype: the most shared memory and registers on any target, and what does not fit."""
     rows = json.loads(TABLE.read_text("utf-8"))["rows"]
     lines = []
-    for shape, dtype in dict.fromkeys((row["shape"], row["dtype"]) for row in rows):
+    every = [(shape.name, name) for name in ("bfloat16", "float32") for shape in shapes(getattr(torch, name))]
+    for shape, dtype in sorted(every, key=lambda pair: not pair[0].startswith("ssd")):
         mine = [row for row in rows if (row["shape"], row["dtype"]) == (shape, dtype)]
         fits = [row for row in mine if row["reason"] is None]
         found = [facts for row in fits for facts in row["kernels"].values()]
         refused = "; ".join(f"{row['target']}: {row['reason']}" for row in mine if row["reason"] is not None)
         missing = [target for target in TARGETS if target not in {row["target"] for row in mine}]
-        left = ", ".join(missing)
+        left = "all" if len(missing) == len(TARGETS) else ", ".join(missing)
         shown = [f"{max(f[name] for f in found):,}" if found else "-" for name in ("shared", "registers")]
         lines.append([shape, dtype, f"{len(fits)} of {len(mine)}", *shown, refused or "-", left or "-"])
     return markdown(
@@ -100,6 +102,12 @@ def put(page: str, name: str, made: str) -> str:
     return re.sub(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", lambda m: m[1] + made + m[2], page, flags=re.DOTALL)
 
 
+def fill(page: str) -> str:
+    for name, make in (("gate", gate_table), ("tiles", tiles_table), ("traffic", traffic_table)):
+        page = put(page, name, make())
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", action="store_true")
@@ -107,8 +115,7 @@ def main() -> None:
     if parser.parse_args().precision:
         page = put(page, "precision", precision_table())
     else:
-        for name, make in (("gate", gate_table), ("tiles", tiles_table), ("traffic", traffic_table)):
-            page = put(page, name, make())
+        page = fill(page)
     PAGE.write_text(page, "utf-8")
 
 

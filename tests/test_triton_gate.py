@@ -9,11 +9,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from benchmarks import gpu_tables
 from cases import INTERPRETED
 from mambakit.kernels.triton import causal_conv, fused_step, gate, mamba3_prepare, norm, selective_scan, ssd, tiles
 from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.launch import function, recording
-from mambakit.kernels.triton.shapes import HEADS, shapes
+from mambakit.kernels.triton.shapes import IN_FLOAT32, shapes
 from mambakit.kernels.triton.source import source_hash
 from mambakit.kernels.triton.tiles import TABLE, Tiles
 from mambakit.ops.fused_step import MAMBA1_STEP_CONV as CAUSAL_STEP
@@ -23,7 +24,6 @@ compiles = pytest.mark.skipif(
     reason="Triton is not installed (mambakit[gpu]), or runs its interpreter",
 )
 ROWS = json.loads(TABLE.read_text("utf-8"))
-DTYPES = (torch.bfloat16, torch.float32)
 # Of each maker one; MAMBAKIT_GATE=1 for all of the table.
 SOME = [("sm_90", "ssd 64x128, ranks 1", "bfloat16"), ("gfx942", "ssd 64x128, ranks 1", "bfloat16")]
 CHECKED = [(r["target"], r["shape"], r["dtype"]) for r in ROWS["rows"]] if os.environ.get("MAMBAKIT_GATE") else SOME
@@ -43,13 +43,10 @@ def test_every_row_fits_or_says_why_not():
                 assert found["atomics"] == 0
 
 
-def test_the_table_is_complete():
-    """Every shape, forward and backward, in both dtypes, for every target."""
-    got = {(row["target"], row["shape"], row["dtype"]) for row in ROWS["rows"]}
-    names = [(shape.name, str(dtype).removeprefix("torch.")) for dtype in DTYPES for shape in shapes(dtype)]
-    want = {(target, *name) for target in gate.TARGETS for name in names}
-    assert got == want
-    assert len(got) == len(ROWS["rows"])
+def test_the_page_has_the_table():
+    """All of docs/gpu.md that is made from it or from the kernels, and what was not compiled too."""
+    page = gpu_tables.PAGE.read_text("utf-8")
+    assert gpu_tables.fill(page) == page, "python -m benchmarks.gpu_tables"
 
 
 def test_the_core_fits_everywhere():
@@ -72,9 +69,8 @@ def test_every_kernel_asks_for_what_the_gate_compiled(monkeypatch):
     selective_scan.why_not(bsi, bsi, torch.zeros(4, 16))
     CAUSAL_STEP.kernels["triton"].own_why_not(x, x)
     fused_step.why_not_mamba1(x, x, x, x, torch.zeros(1, 4, 16))
-    for r, m in ((128, 1), (128, 4), (64, 4), (16, 1)):
+    for p, r, m in IN_FLOAT32:
         mamba3_prepare.why_not(torch.zeros(1, 1, m, 1, r))
-    for p, r, m in HEADS:
         ssd.why_not(torch.zeros(1, 1, m, 1, p), torch.zeros(1, 1, m, 1, r))
         state = torch.zeros(1, 1, p, r)
         if m == 1:

@@ -38,7 +38,7 @@ SOME = {
     "scan": ("test_selective_scan.py", "triton and (starts_from_zero or keeps_the_inputs)"),
 }
 OWN = {
-    "blocks": ("test_triton_blocks.py", "mamba" if ALL else "whole and mamba3-mimo or split and mamba1"),
+    "blocks": ("test_triton_blocks.py", "mamba" if ALL else "mamba1-split or mamba2-groups-whole or mamba3-mimo-whole"),
     "addresses": ("test_triton_addresses.py", "test"),
     "proof": ("test_triton_proof.py", "test"),
     "guards": ("test_triton_kernels.py", "outside or order"),

@@ -158,9 +158,11 @@ def read_table(file: Path) -> dict[str, Any]:
 
 
 def write_table(table: dict[str, Any], file: Path) -> None:
-    """Whole or not at all: compiling is stopped and gone on with."""
+    """Whole or not at all: compiling is stopped and gone on with. A row is a line."""
+    rows = ",\n".join(json.dumps(row) for row in table["rows"])
+    head = json.dumps({name: value for name, value in table.items() if name != "rows"})
     draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+    draft.write_text(f'{head[:-1]}, "rows": [\n{rows}\n]}}\n', "utf-8")
     draft.replace(file)
 
 
