@@ -4,12 +4,13 @@ import importlib
 import importlib.util
 import json
 import os
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-
 from benchmarks import gpu_tables
+
 from cases import INTERPRETED
 from mambakit.kernels.triton import causal_conv, fused_step, gate, mamba3_prepare, norm, selective_scan, ssd, tiles
 from mambakit.kernels.triton.backend import EXACT
@@ -17,7 +18,6 @@ from mambakit.kernels.triton.launch import function, recording
 from mambakit.kernels.triton.shapes import IN_FLOAT32, shapes
 from mambakit.kernels.triton.source import source_hash
 from mambakit.kernels.triton.tiles import TABLE, Tiles
-from mambakit.ops.fused_step import MAMBA1_STEP_CONV as CAUSAL_STEP
 
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or INTERPRETED,
@@ -67,7 +67,7 @@ def test_every_kernel_asks_for_what_the_gate_compiled(monkeypatch):
     causal_conv.why_not(x, torch.zeros(4, 4), None, None)
     norm.why_not(bsi)
     selective_scan.why_not(bsi, bsi, torch.zeros(4, 16))
-    CAUSAL_STEP.kernels["triton"].own_why_not(x, x)
+    fused_step.why_not(x, "mamba1_step_conv")
     fused_step.why_not_mamba1(x, x, x, x, torch.zeros(1, 4, 16))
     for p, r, m in IN_FLOAT32:
         mamba3_prepare.why_not(torch.zeros(1, 1, m, 1, r))
@@ -98,16 +98,11 @@ def test_what_is_refused_goes_to_torch(monkeypatch):
 def test_tiles_of_a_device(monkeypatch):
     """A head's own, else those that fit all heads, else the smallest; what was tuned before the table's."""
 
-    class Device(NamedTuple):
-        type: str = "cuda"
-        index: int = 0
-
-    class Shaped(NamedTuple):
-        shape: tuple[int, ...]
-        device: Device = Device()
+    def shaped(*shape: int) -> Any:
+        return SimpleNamespace(shape=shape, device=torch.device("cuda", 0))
 
     def chosen(p: int, m: int, parts: int = 1) -> Tiles:
-        return tiles.tiles_for("forward", parts, Shaped((1, 1, m, 2, p)), Shaped((1, 1, m, 1, 8)))  # type: ignore[arg-type]
+        return tiles.tiles_for("forward", parts, shaped(1, 1, m, 2, p), shaped(1, 1, m, 1, 8))
 
     own, common, ranked, tuned = (Tiles(n, n, n, 4) for n in (64, 32, 16, 128))
     found = {"forward 1 8x8x1": own, "forward 1": common, "forward 3 ranks": ranked}

@@ -155,6 +155,7 @@ def test_convolution_of_no_tokens_in_segments():
         [3],
         True,
     )
+    assert kernel.backward is not None
     _, _, _, d_window = kernel.backward([torch.zeros(2, 0, 3), torch.ones(2, 3, 4)], *inputs, [True] * 4)
     assert torch.equal(d_window, torch.ones(2, 3, 4))
 

@@ -109,7 +109,7 @@ def turn_backward(
 
 
 def why_not(b_bsmgr: Tensor, *_: Any) -> str | None:
-    m, _, r = b_bsmgr.shape[2:]
+    m, r = b_bsmgr.shape[2], b_bsmgr.shape[4]
     if r > WIDEST:
         return f"it got states of {r}, at most {WIDEST} fit"
     return why_refused(f"mamba3_prepare {r}, ranks {m}", b_bsmgr.dtype, b_bsmgr.device)
