@@ -68,7 +68,7 @@ def test_every_kernel_asks_for_what_the_gate_compiled(monkeypatch):
     norm.why_not(bsi)
     selective_scan.why_not(bsi, bsi, torch.zeros(4, 16))
     fused_step.why_not(x, "mamba1_step_conv")
-    fused_step.why_not_mamba1(x, x, x, x, torch.zeros(1, 4, 16))
+    fused_step.why_not_mamba1(torch.zeros(1, 4, 16))
     for p, r, m in IN_FLOAT32:
         mamba3_prepare.why_not(torch.zeros(1, 1, m, 1, r))
         ssd.why_not(torch.zeros(1, 1, m, 1, p), torch.zeros(1, 1, m, 1, r))

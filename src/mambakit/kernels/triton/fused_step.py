@@ -141,7 +141,9 @@ def why_not(state: Tensor, name: str) -> str | None:
     return why_refused(name, torch.float32, state.device)
 
 
-def why_not_mamba1(projected: Tensor, x: Tensor, dt: Tensor, dt_b_c: Tensor, state: Tensor, *_: Any) -> str | None:
+def why_not_mamba1(*tensors: Tensor | None) -> str | None:
+    # A block asks with a few of them before it has the others; the state alone has three axes.
+    state = next(tensor for tensor in tensors if tensor is not None and tensor.dim() == 3)
     return why_not(state, f"mamba1_step {state.shape[2]}")
 
 
