@@ -12,6 +12,7 @@ from mambakit.blocks.family import family_of
 from mambakit.checkpoints.names import Renamed, Rule, renamed
 from mambakit.checkpoints.quantized import Formats, check_types, stand_in
 from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.models.outline import outline
 
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "lm_head.weight"
@@ -42,7 +43,7 @@ def empty_model(
         dtype = next((tensors[name].dtype for name in projections if name in tensors), torch.float32)
         dtype = dtype if dtype.is_floating_point else torch.float32
     try:
-        model = LanguageModel(config, device="meta", dtype=dtype)
+        model = outline(config, dtype)
         stand_in(model, quantization or {})
         return model
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes whose product is no number for torch

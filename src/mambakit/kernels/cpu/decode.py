@@ -62,15 +62,18 @@ class Decoding:
             logits_scale=model.logits_scale,
         )
 
-    def load(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+    def load(self, states: Sequence[Mapping[str, Tensor | int | None]]) -> None:
         self._prepared = [part.prepared() for part in self._given]  # kept alive
         for block, prepared in zip(self._blocks, self._prepared, strict=True):
             fill(block, prepared)
         self.move(states)
 
-    def move(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+    def move(self, states: Sequence[Mapping[str, Tensor | int | None]]) -> None:
         self._states = states  # kept alive
         for block, own in zip(self._blocks, states, strict=True):
+            for state in own.values():
+                if isinstance(state, Tensor):
+                    gather(state)
             fill(block, own)
 
     def step(self, ids_b: Tensor, at: decode.At) -> Tensor:
