@@ -14,7 +14,6 @@ float32 weights, relative to that of the step. The machine's own products are th
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,16 @@ from typing import Any
 import torch
 
 from benchmarks.decode import BLOCKS, VOCABULARY, bytes_per_token, our_prefill, our_step, reader, state_bytes
-from benchmarks.measure import RESULTS, gemm_task, interleaved, median, resident_bytes, table, write_json
+from benchmarks.measure import (
+    RESULTS,
+    gemm_task,
+    interleaved,
+    median,
+    peak_resident_bytes,
+    resident_bytes,
+    table,
+    write_json,
+)
 from mambakit import LanguageModel, ModelConfig, load_model, quantize, save_model
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -128,11 +136,11 @@ def measure_decoding(models: dict[str, LanguageModel], batches: Iterable[int], r
 
 def peak_of(folder: str) -> None:
     """In a process of its own: loads the model, reads a short prompt and decodes 32 tokens."""
-    started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    started = peak_resident_bytes()
     step = our_step(load_model(folder), 1, "auto")
     for _ in range(32):
         step()
-    print(started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
+    print(started, peak_resident_bytes(), resident_bytes())
 
 
 def measure_memory(family: str, formats: Iterable[str], threads: int) -> list[Cell]:

@@ -54,7 +54,7 @@ class Decoding:
         self._model = DecodeModel(
             width=model.embedding.columns,
             parts=len(self._parts),
-            embedding=self._pack_matrix(model.embedding),
+            embedding=self._pack_matrix(model.embedding, read_whole=False),
             part=ctypes.addressof(self._parts),
             norm_f=self._pack_norm(model.norm_f),
             head=head,
@@ -115,9 +115,10 @@ class Decoding:
             beside=part.beside,
         )
 
-    def _pack_matrix(self, weights: Weights) -> Any:
+    def _pack_matrix(self, weights: Weights, read_whole: bool = True) -> Any:
         self._held += [t.detach() for t in (weights.weight, weights.scales, weights.bias) if t is not None]
-        gather(weights.weight)
+        if read_whole:
+            gather(weights.weight)
         return matrix(weights)
 
     def _pack_norm(self, norm: decode.Norm) -> Norm:
