@@ -1,7 +1,7 @@
 """Mamba-1: its config, its cache, its block, its record."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,14 @@ from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import CausalConv1d, Linear, RMSNorm, convolve_silu, init_dt_bias, is_plain, mark
+from mambakit.blocks.shares import Part, Shares, SummedLinear, along, expand_for, run, shared
 from mambakit.ops.activations import softplus
 from mambakit.ops.boundary import boundary, linked, pass_state
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, is_step, take_step
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +102,7 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
     """
 
     config_class, cache_class, splits = Mamba1Config, Mamba1Cache, True
+    restarts = True
 
     def __init__(self, config: Mamba1Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -166,6 +169,7 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
+        fresh_b: Tensor | None = None,
     ) -> tuple[Tensor, Mamba1Cache]:
         if path != SsdPath():
             raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
@@ -173,9 +177,11 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         projected_bsX = self.in_proj(x_bsd)
         edge = boundary()
         if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
-            fused = self.fused_step(projected_bsX, cache)
+            fused = self.fused_step(projected_bsX, cache, fresh_b)
             if fused is not None:
                 return fused
+        if fresh_b is not None:
+            cache = self.restarted(cache, fresh_b)
         x_bsi, z_bsi = projected_bsX.chunk(2, dim=-1)
         (x_bsi,), window_bik = convolve_silu(
             self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b
@@ -216,18 +222,21 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
             parts = [rms_norm(part, eps=config.norm_eps) for part in parts]
         return torch.cat(parts, -1)
 
-    def fused_step(self, projected_bsX: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache] | None:
+    def fused_step(
+        self, projected_bsX: Tensor, cache: Mamba1Cache, fresh_b: Tensor | None = None
+    ) -> tuple[Tensor, Mamba1Cache] | None:
         """What `run` returns for one token, by kernels; None where they do not apply."""
         if not is_plain(self.conv1d, CausalConv1d) or MAMBA1_STEP.offer(cache.ssm_bir, self.A_log, self.D) is None:
             return None
         fields, projected_bX = step_fields(self), projected_bsX[:, 0]
-        convolved = take_step(MAMBA1_STEP_CONV, (projected_bX, cache.conv_bik), fields)
+        convolved = take_step(MAMBA1_STEP_CONV, (projected_bX, cache.conv_bik), fields, fresh_b)
         if convolved is None:
             return None
         x_bi, window_bik = convolved
         dt_b_c_bsX = self.norm_dt_b_c(self.x_proj(x_bi[:, None]))
         dt_bsi = self.dt_proj(dt_b_c_bsX[..., : self.config.dt_width])
-        scanned = take_step(MAMBA1_STEP, (projected_bX, x_bi, dt_bsi[:, 0], dt_b_c_bsX[:, 0], cache.ssm_bir), fields)
+        entering = (projected_bX, x_bi, dt_bsi[:, 0], dt_b_c_bsX[:, 0], cache.ssm_bir)
+        scanned = take_step(MAMBA1_STEP, entering, fields, fresh_b)
         if scanned is None:
             return None
         y_bi, state_bir = scanned
@@ -252,6 +261,25 @@ def norm_fields(block: Mamba1) -> dict[str, Any]:
     }
 
 
+def shares(config: Mamba1Config, team: Team) -> Shares:
+    """Channels are divided; what they share, dt before its projection, B and C, is a sum over all of them."""
+    i = config.d_inner
+    own = shared(config, "d_inner", i, team)
+    names = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
+    halves = along(0, Part("x", i), Part("z", i))
+    return Shares(
+        config=replace(config, expand=expand_for(own, config.d_model)),
+        parameters={
+            **dict.fromkeys(names, run(i)),
+            **dict.fromkeys(("in_proj.weight", "in_proj.bias"), halves),
+            **dict.fromkeys(("x_proj.weight", "out_proj.weight"), run(i, 1)),
+        },
+        cache={"conv_bik": run(i, 1), "ssm_bir": run(i, 1)},
+        once=("out_proj.bias",),
+        modules={"x_proj": lambda module: SummedLinear(module, team)},
+    )
+
+
 FAMILY = register(
     Family(
         name="mamba1",
@@ -264,6 +292,7 @@ FAMILY = register(
         },
         resolved={"dt_rank": "dt_width"},
         example={"d_model": 24, "state_rank": 5},
+        shares=shares,
         step=FusedStep(
             fields=lambda block: {**step_fields(block), **norm_fields(block)},
             prepared=lambda block: {"A": -torch.exp(block.A_log.detach())},

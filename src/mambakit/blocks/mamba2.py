@@ -1,7 +1,7 @@
 """Mamba-2: its config, its cache, its block, its record."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from mambakit.blocks.modules import (
     is_plain,
     mark,
 )
+from mambakit.blocks.shares import Part, Shares, SummedGatedRMSNorm, along, grouped, groups_of, run, shared
 from mambakit.ops.activations import step_size
 from mambakit.ops.boundary import boundary, linked, own_writes, pass_state
 from mambakit.ops.fused_step import MAMBA2_STEP, is_step, take_step
@@ -27,6 +28,7 @@ from mambakit.ops.norm import finish
 from mambakit.ops.shapes import cast
 from mambakit.ops.ssd import learned_start, scan
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 
 PARTS = ("z", "x", "B", "C", "dt")
 """Of `in_proj`'s output, in the order of `ssm_multipliers`."""
@@ -151,6 +153,7 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
     """
 
     config_class, cache_class, splits = Mamba2Config, Mamba2Cache, True
+    restarts = True
 
     def __init__(self, config: Mamba2Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -222,15 +225,18 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
+        fresh_b: Tensor | None = None,
     ) -> tuple[Tensor, Mamba2Cache]:
         config = self.config
         width, mlp, gr = config.ssm_width, config.inner_width - config.ssm_width, config.ngroups * config.state_rank
         projected_bsX = self.multiply(self.in_proj(x_bsd))
         edge = boundary()
         if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
-            fused = self.fused_step(projected_bsX, cache)
+            fused = self.fused_step(projected_bsX, cache, fresh_b)
             if fused is not None:
                 return fused
+        if fresh_b is not None:
+            cache = self.restarted(cache, fresh_b)
         z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = projected_bsX.split(
             (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
         )
@@ -277,11 +283,14 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         factors_X = torch.cat([projected_bsX.new_full((n,), factors[name], dtype=wide) for name, n in widths.items()])
         return cast(projected_bsX * factors_X, projected_bsX.dtype)
 
-    def fused_step(self, projected_bsX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache] | None:
+    def fused_step(
+        self, projected_bsX: Tensor, cache: Mamba2Cache, fresh_b: Tensor | None = None
+    ) -> tuple[Tensor, Mamba2Cache] | None:
         """What `run` returns for one token, by a kernel; None where none applies."""
         if not is_plain(self.conv1d, CausalConv1d) or (self.config.rmsnorm and not is_plain(self.norm, GatedRMSNorm)):
             return None
-        stepped = take_step(MAMBA2_STEP, (projected_bsX[:, 0], *cache), step_fields(self))
+        start_hpr = self.init_states if self.config.learnable_init_states else None
+        stepped = take_step(MAMBA2_STEP, (projected_bsX[:, 0], *cache), step_fields(self), fresh_b, start_hpr)
         return None if stepped is None else (self.out_proj(stepped[0][:, None]), Mamba2Cache(*stepped[1:]))
 
     def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor) -> Tensor:
@@ -322,6 +331,35 @@ def step_fields(block: Mamba2) -> dict[str, Tensor | float | None]:
     }
 
 
+def shares(config: Mamba2Config, team: Team) -> Shares:
+    """Heads are divided, with their groups of B and C where these can be; else each rank computes those it needs."""
+    h, p, width, mlp = config.nheads, config.per_head_dim, config.ssm_width, config.inner_width - config.ssm_width
+    own = shared(config, "nheads", h, team)
+    taken = groups_of(h, config.ngroups, team)
+    b, c = (grouped(name, config.ngroups, config.state_rank, taken, team) for name in "BC")
+    projected = (Part("z0", mlp), Part("x0", mlp), Part("z", width), Part("x", width), b, c, Part("dt", h))
+    norm, is_local = config.norm_width, own * p % config.norm_width == 0
+    return Shares(
+        config=replace(
+            config,
+            d_inner=own * p + shared(config, "d_inner - d_ssm", mlp, team),
+            d_ssm=own * p,
+            ngroups=len(taken),
+            norm_group_size=norm if is_local else math.gcd(norm, own * p),
+        ),
+        parameters={
+            **dict.fromkeys(("in_proj.weight", "in_proj.bias"), along(0, *projected)),
+            **dict.fromkeys(("conv1d.weight", "conv1d.bias"), along(0, Part("x", width), b, c)),
+            **dict.fromkeys(("dt_bias", "A_log", "init_states"), run(h)),
+            **{"D": run(h * p if config.D_has_hdim else h), "norm.weight": run(width)},
+            "out_proj.weight": along(1, Part("y0", mlp), Part("y", width)),
+        },
+        cache={"conv_bvk": along(1, Part("x", width), b, c), "ssm_bhpr": run(h, 1)},
+        once=("out_proj.bias",),
+        modules={} if is_local else {"norm": lambda module: SummedGatedRMSNorm(module, width, team)},
+    )
+
+
 FAMILY = register(
     Family(
         name="mamba2",
@@ -337,6 +375,7 @@ FAMILY = register(
             "ssm_multipliers": "multipliers",
         },
         flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.ngroups),
+        shares=shares,
         at_hand={"state_rank": 64},
         example={"d_model": 24, "state_rank": 10, "per_head_dim": 12, "ngroups": 2},
         step=FusedStep(

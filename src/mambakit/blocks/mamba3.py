@@ -1,7 +1,7 @@
 """Mamba-3: its config, its cache, its block, its record."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.mamba3_boundary import pass_cache
 from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, last_token, mark
+from mambakit.blocks.shares import Part, Shares, along, expand_for, grouped, groups_of, run, shared, whole
 from mambakit.ops.activations import heavy_tail, softplus, step_size
 from mambakit.ops.boundary import boundary, linked
 from mambakit.ops.expand_ranks import expand_ranks
@@ -24,6 +25,7 @@ from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quatern
 from mambakit.ops.rotation import rotate_all, running_angle
 from mambakit.ops.ssd import learned_start
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 from mambakit.ops.trapezoid import PATHWAYS, trapezoid
 
 A_ACTIVATIONS = {"heavy_tail": heavy_tail, "softplus": softplus}
@@ -191,6 +193,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
     """
 
     config_class, cache_class, splits = Mamba3Config, Mamba3Cache, True
+    restarts = True
 
     def __init__(self, config: Mamba3Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -296,6 +299,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
+        fresh_b: Tensor | None = None,
     ) -> tuple[Tensor, Mamba3Cache]:
         edge, pieces = boundary(), self.pieces(x_bsd)
         if pieces > 1 and edge is None and segments_bs is None and lengths_b is None:
@@ -306,9 +310,11 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
             return torch.cat(y, 1), cache
         projected_bsX = self.in_proj(x_bsd)
         if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
-            fused = self.fused_step(projected_bsX, cache)
+            fused = self.fused_step(projected_bsX, cache, fresh_b)
             if fused is not None:
                 return fused
+        if fresh_b is not None:
+            cache = self.restarted(cache, fresh_b)
         token = self.describe(projected_bsX, lengths_b)
         # Only turns between tokens count: a share's own start from nothing, whatever those before it did.
         turned = cache.rotation if edge is None else self.no_rotation(len(x_bsd))
@@ -357,11 +363,14 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         most = max(PIECE // max(b * config.ranks * config.nheads * config.state_rank, 1), 1)
         return -(-s // most)
 
-    def fused_step(self, projected_bsX: Tensor, cache: Mamba3Cache) -> tuple[Tensor, Mamba3Cache] | None:
+    def fused_step(
+        self, projected_bsX: Tensor, cache: Mamba3Cache, fresh_b: Tensor | None = None
+    ) -> tuple[Tensor, Mamba3Cache] | None:
         """What `run` returns for one token, by a kernel; None where none applies."""
         if why_not_fused(self) is not None or not all(is_plain(norm, RMSNorm) for norm in norms_of(self)):
             return None
-        stepped = take_step(MAMBA3_STEP, (projected_bsX[:, 0], *cache[:4]), step_fields(self))
+        start_hpr = self.init_states if self.config.learnable_init_states else None
+        stepped = take_step(MAMBA3_STEP, (projected_bsX[:, 0], *cache[:4]), step_fields(self), fresh_b, start_hpr)
         if stepped is None:
             return None
         y_bi, *after = stepped
@@ -467,8 +476,6 @@ def norms_of(block: Mamba3) -> list[RMSNorm]:
 
 def why_not_fused(block: Mamba3) -> str | None:
     """What the fused step does not know."""
-    if block.config.rotation != "complex":
-        return "rotates by quaternions"
     return "has norms with different eps" if len({getattr(norm, "eps", None) for norm in norms_of(block)}) > 1 else None
 
 
@@ -476,7 +483,8 @@ def step_fields(block: Mamba3) -> dict[str, Tensor | float | None]:
     config = block.config
     return {
         **{"heads": config.nheads, "p": config.per_head_dim, "r": config.state_rank, "groups": config.ngroups},
-        **{"ranks": config.ranks, "angles": config.rope_dim // 2},
+        **{"ranks": config.ranks, "angles": config.rope_dim // (4 if config.rotation == "quaternion" else 2)},
+        "quaternions": config.rotation == "quaternion",
         **{"half": config.pairing == "half", "heavy_tail": config.a_activation == "heavy_tail"},
         **{"dt_bias": block.dt_bias, "B_norm": block.B_norm.weight, "C_norm": block.C_norm.weight},
         **{"B_bias": block.B_bias, "C_bias": block.C_bias, "D": block.D},
@@ -486,6 +494,28 @@ def step_fields(block: Mamba3) -> dict[str, Tensor | float | None]:
         **dict(zip(("dt_low", "dt_high"), config.dt_limit, strict=True)),
         **{"a_floor": config.a_floor, "rotation_range": config.rotation_range},
     }
+
+
+def shares(config: Mamba3Config, team: Team) -> Shares:
+    """Heads are divided, with their groups of B and C where these can be; the angles they share are on every rank."""
+    h, i, ranks = config.nheads, config.d_inner, config.ranks
+    own = shared(config, "nheads", h, team)
+    taken = groups_of(h, config.ngroups, team)
+    b, c = (grouped(name, config.ngroups, config.state_rank, taken, team, ranks) for name in "BC")
+    turns = config.rotation_channels
+    rotation = Part("rotation", turns) if config.rotation == "quaternion" else whole("rotation", turns)
+    heads = (Part("dt", h), Part("A", h), Part("lambda", h))
+    names = ("dt_bias", "B_bias", "C_bias", "D", "mimo_x", "mimo_z", "mimo_o", "init_states")
+    expand = expand_for(own * config.per_head_dim, config.d_model)
+    return Shares(
+        config=replace(config, expand=expand, ngroups=len(taken)),
+        parameters={
+            "in_proj.weight": along(0, Part("z", i), Part("x", i), b, c, *heads, rotation),
+            **dict.fromkeys(names, run(h)),
+            **{"norm.weight": run(i), "out_proj.weight": run(i, 1)},
+        },
+        cache={name: run(h, 2 if name == "k_state_bmhr" else 1) for name in Mamba3Cache._fields[:4]},
+    )
 
 
 FAMILY = register(
@@ -500,6 +530,7 @@ FAMILY = register(
             "mimo_rank": ("B_bias", 1, "ranks"),
         },
         resolved={"mimo_rank": "ranks"},
+        shares=shares,
         # B and C are every head's own.
         flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.nheads, ranks=config.ranks),
         variants={"mamba3-mimo": {"is_mimo": True}},
