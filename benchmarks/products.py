@@ -143,16 +143,16 @@ def peak_of(folder: str) -> None:
     print(started, peak_resident_bytes(), resident_bytes())
 
 
-def measure_memory(family: str, formats: Iterable[str], threads: int) -> list[Cell]:
+def measure_memory(family: str, formats: Iterable[str], threads: int, folder: Path) -> list[Cell]:
     cells = []
     for name in formats:
-        with tempfile.TemporaryDirectory() as folder:
-            make_model(family, name, Path(folder))
-            (kept,) = Path(folder).iterdir()
-            command = [sys.executable, "-m", "benchmarks.products", "--threads", str(threads), "--peak-of", str(kept)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            started, peak, after = map(int, done.stdout.split())
-            size = sum(path.stat().st_size for path in kept.glob("*.safetensors"))
+        kept = folder / f"{family}-{name}"
+        if not kept.is_dir():
+            make_model(family, name, folder)
+        command = [sys.executable, "-m", "benchmarks.products", "--threads", str(threads), "--peak-of", str(kept)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        started, peak, after = map(int, done.stdout.split())
+        size = sum(path.stat().st_size for path in kept.glob("*.safetensors"))
         own = {"file": size, "started": started, "peak": peak - started, "after": after - started}
         cells.append({"what": "memory", "size": 1, "format": name, **own})
     return cells
@@ -252,7 +252,9 @@ def main() -> None:
         if "decoding" in arguments.what:
             new += measure_decoding(models, arguments.batches, 3 * arguments.repeats)
     if "memory" in arguments.what:
-        new += measure_memory(arguments.family, arguments.formats, arguments.threads)
+        with tempfile.TemporaryDirectory() as own:
+            folder = arguments.keep or Path(own)
+            new += measure_memory(arguments.family, arguments.formats, arguments.threads, folder)
     for cell in new:
         cell |= {"family": arguments.family, "threads": arguments.threads}
     cells = joined(measured_before(), new)
