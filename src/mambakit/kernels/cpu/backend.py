@@ -23,7 +23,7 @@ def about() -> dict[str, Any]:
 
 def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
     """Rounded rows without the instructions for them: many of them are faster in torch's float32 products."""
-    if operation != "few_rows" or library().instruction_set == "avx512":
+    if operation != "few_rows" or library().instruction_set == "avx512" or library().extension == "bf16":
         return None
     x, weight = tensors[:2]
     assert x is not None, "it is what is multiplied"
