@@ -178,7 +178,7 @@ MK_INLINE void pass_rows_narrow(const StatePass& s, int64_t row) {
             char* at = state + 2 * (q * s.r + i);
             if (i % 32 == 0) prefetch(at, 4 * STATE_AHEAD);
             const vf old = count == W ? Bfloat16Weights::get(at) : get_part<Bfloat16Weights>(at, count);
-            vf now = old * splat(s.decay);
+            vf now = done(old * splat(s.decay));
             now += splat(s.coef[row + q]) * write;
             const vi kept = rounded_by_chance(now, seeds ^ seed[q]);
             if (count == W) store_halves(at, kept);
