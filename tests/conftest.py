@@ -58,6 +58,7 @@ SLOW = {
     "test_moe.py::test_operator",
     "test_mutations.py::",
     "test_other_trainers.py::",
+    "test_outline.py::test_loading_brings_no_shape_reasoning_along",
     "test_quantization.py::test_loss_on_text",
     "test_rotation.py::test_quaternion_product_is_a_proper_operator",
     "test_serve_description.py::",

@@ -158,7 +158,7 @@ def next_labels(edge: Boundary, labels_bs: Tensor, ignored: int) -> tuple[Tensor
     # Of a rank without tokens the next one's.
     following = [told_X[:b] for told_X in told_jX[edge.rank + 1 :] if int(told_X[b])]
     after_b = following[0] if following else torch.full_like(first_b, ignored)
-    next_bs = torch.cat([labels_bs, after_b[:, None]], 1)[:, 1:]
+    next_bs = torch.cat([labels_bs[:, 1:], after_b[:, None]], 1) if s else labels_bs
     return next_bs, all_gather((next_bs != ignored).sum()[None], edge.group).sum()
 
 

@@ -118,8 +118,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
             square = torch.linalg.vector_norm(plain(grad)).double().square()
         squares[mesh] = squares[mesh] + square if mesh in squares else square
     for mesh, square in squares.items():
-        for dim in range(0 if mesh is None else mesh.ndim):
-            dist.all_reduce(square, group=mesh.get_group(dim))
+        groups = [] if mesh is None else mesh.get_all_groups()
+        for group in groups:
+            dist.all_reduce(square, group=group)
     norm = math.sqrt(sum(float(square) for square in squares.values()))
     if norm > max_norm:
         for grad in grads:
