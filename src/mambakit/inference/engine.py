@@ -16,7 +16,7 @@ from mambakit.arguments import check_count, check_flag, shown
 from mambakit.blocks.caches import select
 from mambakit.blocks.shares import check_whole
 from mambakit.inference.constraints import Constraint
-from mambakit.inference.decoder import Decoder, check_one_call, make_decoder
+from mambakit.inference.decoder import Decoder, check_one_call, check_states, make_decoder
 from mambakit.inference.guesses import Ngrams
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Stop, read_ids, read_stops
@@ -42,7 +42,7 @@ class Engine:
     depend on the others, so what a request gets does too, by rounding.
 
     `speculate` is `mk.generate`'s, without a draft: while one request is alone, several of its tokens may be computed
-    at a time. Tokens stay those of `"off"`.
+    at a time. Tokens stay those of `"off"`. `states` is `mk.generate`'s too.
 
     Examples:
         >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
@@ -66,6 +66,7 @@ class Engine:
         prefill_rows: int = 1,
         backend: str = "auto",
         speculate: str = "off",
+        states: str = "float32",
     ):
         check_count("max_rows", max_rows, least=1)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -74,13 +75,17 @@ class Engine:
         check_backend(backend)
         check_one_call(model, backend)
         check_prefix_cache(prefix_cache)
+        check_states(model, backend, states)
+        if states != "float32" and speculate == "ngram":
+            raise ValueError(f'states="{states}": tokens are computed one by one then; leave out speculate')
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, expected one with decode(ids)")
         if prefix_cache is not None and prefill_rows > 1:
             raise ValueError("prompts that go on from a prefix_cache are read one by one; leave out prefill_rows")
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self._chunk, self._together, self._backend = prefill_chunk, prefill_rows, backend
-        self._guesses = is_wanted(speculate, model, 1, backend)
+        self._guesses = is_wanted(speculate, model, 1, backend) and states == "float32"
+        self._states = states
         self._known = None if prefix_cache is None else Known(prefix_cache, model)
         self._new: deque[Request] = deque()
         self._line: list[Request] = []
@@ -284,7 +289,7 @@ class Engine:
         for group in self._groups:
             if len(group.requests) < group.room:
                 return group
-        decoder = make_decoder(self.model, self._backend)
+        decoder = make_decoder(self.model, self._backend, self._states)
         # In one call rows do not touch one another; step by step, that holds for so many.
         room = self.max_rows if isinstance(decoder, Decoder) else few_rows.MAX_ROWS
         speculation = Speculation(decoder, Ngrams) if self._guesses and isinstance(decoder, Decoder) else None

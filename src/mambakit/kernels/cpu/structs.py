@@ -80,7 +80,7 @@ Norm{pointer weight, bias; int64_t width, centred; double eps; float scale;}
 Mamba1Part{Mamba1Step step; Matrix in_proj, x_proj, dt_proj, out_proj; bool dt_b_c_norm; pointer dt_norm,
   B_norm, C_norm; float norm_eps; pointer window, state;}
 Mamba2Part{Mamba2Step step; Matrix in_proj, out_proj; float z_scale, x_scale, B_scale, C_scale, dt_scale; pointer
-  window, state, notes;}
+  window, state, notes, narrow_state;}
 Mamba3Part{Mamba3Step step; Matrix in_proj, out_proj; pointer state, k_state, v_state, angle, notes;}
 MlpStep{int64_t activation; bool gated; float gate_scale;}
 MlpPart{MlpStep step; Matrix fc1, fc2;}

@@ -4,6 +4,7 @@
 // threads. Buffers that enter and leave (window, state) may be the same memory.
 #pragma once
 
+#include "narrow.h"
 #include "rows.h"
 #include "threads.h"
 #include "vec.h"
@@ -98,6 +99,7 @@ struct StatePass {
     const float *write, *coef, *read;
     const float* in;
     float *out, *y;
+    uint16_t* narrow = nullptr;  // in bfloat16 instead of `in` and `out`, in place
 };
 
 // ROWS rows of the state for WRITERS (0: as many as `s` says) and the READERS from `reader` on. Only the first readers
@@ -147,7 +149,58 @@ static void pass_readers(const StatePass& s, int64_t reader, int64_t readers) {
     return pass_state<0, 4, WRITES>(s, reader);
 }
 
+// x in bfloat16, up or down by chance, as likely as it is near: where a state decays by less than half a unit in its last
+// place, the nearest would be the old one for ever. Chance is a number made of the bits of x and of `seed`, so that the same
+// token gives the same.
+MK_INLINE vi rounded_by_chance(vf x, vi seed) {
+    typedef uint32_t Bits __attribute__((vector_size(4 * MK_WIDTH)));
+    const Bits mixed = ((Bits)x ^ (Bits)seed) * (0x2c1b3c6du - Bits{});
+    const Bits up = (Bits)x + (mixed >> 16);
+    return x == x ? (vi)(up >> 16) : splat_int(0x7fc0);
+}
+
+// ROWS rows of a state in bfloat16, with one writer and one reader; the arithmetic is in float32, and what is read is the
+// state before it is rounded.
+template <int ROWS>
+MK_INLINE void pass_rows_narrow(const StatePass& s, int64_t row) {
+    char* state = (char*)(s.narrow + row * s.r);
+    vf total[ROWS] = {};
+    vi seed[ROWS];
+    for (int q = 0; q < ROWS; q++) {
+        int32_t bits;
+        memcpy(&bits, s.coef + row + q, sizeof bits);
+        seed[q] = splat_int((int32_t)((uint32_t)bits * 0x85ebca6bu + (uint32_t)(row + q)));
+    }
+    each_vector(s.r, MK_BODY(int64_t i, int64_t count) {
+        const vf write = load_part(s.write + i, count), read = load_part(s.read + i, count);
+        const vi seeds = (vi)write * splat_int((int32_t)0x9e3779b1) + splat_int((int32_t)i);
+        for (int q = 0; q < ROWS; q++) {
+            char* at = state + 2 * (q * s.r + i);
+            if (i % 32 == 0) prefetch(at, 4 * STATE_AHEAD);
+            const vf old = count == W ? Bfloat16Weights::get(at) : get_part<Bfloat16Weights>(at, count);
+            vf now = done(old * splat(s.decay));
+            now += splat(s.coef[row + q]) * write;
+            const vi kept = rounded_by_chance(now, seeds ^ seed[q]);
+            if (count == W) store_halves(at, kept);
+            else
+                for (int64_t lane = 0; lane < count; lane++) {
+                    const uint16_t half = (uint16_t)kept[lane];
+                    memcpy(at + 2 * lane, &half, sizeof half);
+                }
+            total[q] += now * read;
+        }
+    });
+    for (int q = 0; q < ROWS; q++) s.y[row + q] = sum(total[q]);
+}
+
+static void pass_narrow(const StatePass& s) {
+    int64_t row = 0;
+    for (; row + 4 <= s.p; row += 4) pass_rows_narrow<4>(s, row);
+    for (; row < s.p; row++) pass_rows_narrow<1>(s, row);
+}
+
 static void pass_state(const StatePass& s) {
+    if (s.narrow) return pass_narrow(s);
     if (s.readers == 1 && s.writers == 1) return pass_state<1, 1, true>(s, 0);
     if (s.readers == 1 && s.writers == 2) return pass_state<2, 1, true>(s, 0);
     pass_readers<true>(s, 0, s.readers);
