@@ -3,6 +3,7 @@
 
 #include <float.h>
 
+#include "bfloat16.h"
 #include "vec.h"
 
 namespace MK_ISA {
@@ -35,8 +36,10 @@ MK_INLINE void copy(const T* from, int64_t n, T* to) {
     if (n > 0) memcpy(to, from, n * sizeof(T));
 }
 
-MK_INLINE void add_part(float* to, vf x, int64_t lanes) { store_part(to, load_part(to, lanes) + x, lanes); }
-MK_INLINE void put_part(float* to, vf x, int64_t lanes, bool add) {
+template <class Number>
+MK_INLINE void add_part(Number* to, vf x, int64_t lanes) { store_part(to, load_part(to, lanes) + x, lanes); }
+template <class Number>
+MK_INLINE void put_part(Number* to, vf x, int64_t lanes, bool add) {
     if (add) add_part(to, x, lanes);
     else store_part(to, x, lanes);
 }
