@@ -1,5 +1,6 @@
 """One thread and deterministic algorithms for every test; golden vectors and the tolerance table."""
 
+import ctypes
 import json
 import os
 import re
@@ -13,6 +14,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 import pytest
 import torch
 from hypothesis import settings
+
+from mambakit.kernels.cpu.library import EXTENSIONS, library
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -106,3 +109,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "golden(*families): run once per golden case of these families")
+
+
+@pytest.fixture
+def without_extension():
+    """The kernels as on a processor that has nothing beyond its instruction set: no products of narrow numbers."""
+    found = library()
+    found.native.mk_set_extension(ctypes.c_int64(0))
+    yield
+    found.native.mk_set_extension(ctypes.c_int64(EXTENSIONS.index(found.extension)))

@@ -42,13 +42,14 @@ Turns{int64_t batch, length, heads, angles; pointer rot; int64_t rot_batch, rot_
   pointer before, segments;}
 Pairs{int64_t state, angles; bool neighbours;}
 Side{pointer x; int64_t x_batch, x_token; pointer weight, bias;}
-Prepare{Turns turns; Pairs pairs; int64_t ranks, groups; float eps; Side b, c; pointer entering;}
+Prepare{Turns turns; Pairs pairs; int64_t ranks, groups; float eps; Side b, c; pointer entering; bool
+  narrow;}
 PrepareForward{Prepare inputs; pointer b, c, after;} mamba3_prepare(PrepareForward)
 PrepareBackward{Prepare inputs; pointer d_b_out, d_c_out, d_after, d_theta, d_b, d_c, d_rot, d_dt, d_before, sums;}
   mamba3_prepare_backward(PrepareBackward)
 PerToken{pointer data; int64_t row, token, group;}
 Scan{int64_t rows, tokens, groups, channels, rank, part_channels, softplus; PerToken x, dt, z, b, c; pointer a_ir,
-  state_bir, skip_i, dt_bias_i, fresh_bs;}
+  state_bir, skip_i, dt_bias_i, fresh_bs; bool narrow;}
 ScanForward{Scan inputs; pointer y_bsi, last_bir;} selective_scan(ScanForward)
 ScanBackward{Scan inputs; PerToken dy; pointer d_last_bir, dx_bsi, d_dt_bsi, dz_bsi, da_bir, db_kbsgr, dc_kbsgr,
   d_state_bir, d_skip_bi, d_dt_bias_bi;} selective_scan_backward(ScanBackward)

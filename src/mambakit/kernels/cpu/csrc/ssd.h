@@ -187,17 +187,18 @@ static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, con
     });
 }
 
-// to = over * from + left^T right over the q rows of a chunk: how a state passes it, forwards or backwards. Both factors
-// are words down.
+// to = over * from + left^T right over the q rows of a chunk: how a state passes it, forwards or backwards. All factors
+// are words down; `rests`, if not null, is added to `right`.
 template <class Factors>
-static void pass_chunk(const Ssd& x, int64_t q, const float* left, const float* right, float over,
+static void pass_chunk(const Ssd& x, int64_t q, const float* left, const float* right, const float* rests, float over,
                        const float* from, float* to) {
-    int64_t P = x.P(), R = x.R();
+    int64_t P = x.P(), R = x.R(), count = words<Factors>(q);
     column_tiles(P / W, [&](auto columns, int64_t j) {
         row_tiles(x.r, [&](auto rows, int64_t i) {
             Tile<decltype(rows)::value, decltype(columns)::value> tile;
             tile.clear();
-            tile.template add_product<true, Factors>(left + i, R, right + j * W, P, words<Factors>(q));
+            tile.template add_product<true, Factors>(left + i, R, right + j * W, P, count);
+            if (rests) tile.template add_product<true, Factors>(left + i, R, rests + j * W, P, count);
             tile.add_scaled(over, from + i * P + j * W, P);
             tile.store_to(to + i * P + j * W, P);
         });
@@ -249,12 +250,16 @@ static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n,
         }
 }
 
-// The state after a chunk, from that before it. b is words down, v words by rows.
-template <class Factors>
+// The state after a chunk, from that before it. b is words down, v words by rows. A state that is handed on is held to
+// float32: what it is written with is rounded no further than to 16 bits.
+template <class Factors, bool handed_on>
 static void advance(const Ssd& x, const Chunk& c, const Decays& d, const float* b, const float* v, float* weighed,
                     const float* from, float* to) {
-    weigh_rows_down<Factors>(v, c.q, x.P(), MK_BODY(int64_t i) { return d.to_end[i] * d.w_later[i]; }, weighed);
-    pass_chunk<Factors>(x, c.q, b, weighed, d.over, from, to);
+    auto weight = MK_BODY(int64_t i) { return d.to_end[i] * d.w_later[i]; };
+    const float* rests = nullptr;
+    if constexpr (handed_on) rests = weigh_rows_twice<Factors>(v, c.q, x.P(), weight, weighed);
+    else weigh_rows_down<Factors>(v, c.q, x.P(), weight, weighed);
+    pass_chunk<Factors>(x, c.q, b, weighed, rests, d.over, from, to);
 }
 
 // From the rows of one head (or group) to those visited next: the next one's, and after the last one the first one's of

@@ -252,7 +252,7 @@ static void backward_chunk(const Ssd& x, const SsdBackward& grads, int64_t head,
         });
 
     weigh_rows_down<Factors>(at.d_y, c.q, P, MK_BODY(int64_t i) { return d.from_start[i]; }, at.weighed);
-    pass_chunk<Factors>(x, c.q, at.c_down, at.weighed, d.over, d_state, d_state);
+    pass_chunk<Factors>(x, c.q, at.c_down, at.weighed, nullptr, d.over, d_state, d_state);
 }
 
 // B and C of a chunk and what the heads of their group share; their gradients start at zero.
@@ -324,7 +324,7 @@ static void advance_heads(const Ssd& x, const Heads& heads, int64_t n, BackwardB
             gather_values<Factors>(x, x.v_bsmhp, c, head, heads, x.chunk_len, at.v);
             find_decays(x, c, head, at.decays);
             int64_t here = (head - heads.first) * one;
-            advance<Factors>(x, c, at.decays, b, at.v, at.weighed, from + here, to + here);
+            advance<Factors, false>(x, c, at.decays, b, at.v, at.weighed, from + here, to + here);
         }
     });
 }

@@ -114,5 +114,29 @@ MK_INLINE void weigh_rows_down(const float* matrix, int64_t rows, int64_t width,
     }
 }
 
+// And for words what rounding has left of each number, rounded in its turn: 16 bits of the number in all. Returns these
+// rests, or null.
+template <class Factors, class Weight>
+MK_INLINE const float* weigh_rows_twice(const float* matrix, int64_t rows, int64_t width, const Weight& weight, float* to) {
+    if constexpr (Factors::HELD == 1) {
+        weigh_rows_down<Factors>(matrix, rows, width, weight, to);
+        return nullptr;
+    }
+#if defined(MK_X86) && MK_WIDTH == 16
+    float* rests = to + words<Factors>(rows) * width;
+    const bfloat16* numbers = (const bfloat16*)matrix;
+    for (int64_t i = 0; i < rows; i += 2)
+        for (int64_t j = 0, at = i / 2 * width; j < width; j += W, at += W) {
+            vf first = splat(weight(i)) * load(numbers + i * width + j), second = {};
+            if (i + 1 < rows) second = splat(weight(i + 1)) * load(numbers + (i + 1) * width + j);
+            vf word = paired(first, second);
+            store(to + at, word);
+            vf first_rest = first - (vf)((vi)word << 16);
+            store(rests + at, paired(first_rest, second - (vf)((vi)word & splat_int((int32_t)0xffff0000))));
+        }
+    return rests;
+#endif
+}
+
 }  // namespace ssd
 }  // namespace MK_ISA

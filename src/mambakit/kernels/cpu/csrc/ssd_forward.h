@@ -31,7 +31,7 @@ struct ForwardBuffers {
         product = arena.floats(q * Q);
         mixed = arena.floats(q * Q);
         v = arena.floats(q * P);
-        weighed = arena.floats(q * P);
+        weighed = arena.floats((q + 1) * P);
         y = arena.floats(q * P);
         states = arena.floats(heads * x.r * P);
         int64_t rooms = x.narrow;
@@ -96,7 +96,7 @@ static void forward_chunk(const Ssd& x, int64_t head, const Heads& heads, Forwar
         with_numbers(x.narrow, MK_BODY(auto number) {
             scatter_rows(at.y, P, c.q, x.p, (decltype(number)*)y_bsmhp + place, ldy, false);
         });
-    advance<Factors>(x, c, at.decays, at.b_now, at.v, at.weighed, state, state);
+    advance<Factors, true>(x, c, at.decays, at.b_now, at.v, at.weighed, state, state);
 }
 
 template <class Factors>
