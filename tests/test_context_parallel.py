@@ -7,14 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 
 import mambakit as mk
 from mambakit.blocks.moe import balance_loss
+from ranks import LENGTH, TIGHT, close, leaves, loss_of, on_ranks, options, positions, random, seeded
 
-D, LENGTH = 8, 13
-TIGHT = 1e-12
+D = 8
 
 MAMBA1 = mk.Mamba1Config(d_model=D, state_rank=3, dt_b_c_norm=True)
 MAMBA2 = mk.Mamba2Config(d_model=D, state_rank=4, per_head_dim=4, ngroups=2)
@@ -48,14 +46,6 @@ STACKS = {
 SHARES = {2: ((6, 7), (0, 13), (12, 1), (13, 0)), 4: ((3, 3, 3, 4), (0, 6, 1, 6), (2, 0, 0, 11), (1, 1, 10, 1))}
 
 
-def seeded(*key):
-    return torch.Generator().manual_seed(hash(key) % 2**31)
-
-
-def random(*shape, key, dtype=torch.float64):
-    return torch.randn(*shape, generator=seeded(*key), dtype=torch.float64).to(dtype)
-
-
 def made(name, dtype=torch.float64):
     torch.manual_seed(0)
     stack = mk.Stack(mk.StackConfig(**STACKS[name]), dtype=dtype)
@@ -63,48 +53,6 @@ def made(name, dtype=torch.float64):
         for i, parameter in enumerate(stack.parameters()):
             parameter += 0.3 * random(*parameter.shape, key=(i, 7), dtype=parameter.dtype)
     return stack
-
-
-def options(kind, rows=2):
-    """Of the whole sequence."""
-    g = seeded(len(kind))
-    flags = {
-        "mask_bs": torch.rand(rows, LENGTH, generator=g) < 0.7,
-        "reset_bs": torch.rand(rows, LENGTH, generator=g) < 0.25,
-    }
-    if "packed" in kind:
-        flags = {name: flag[:1] for name, flag in flags.items()}
-    found = {name: flags[name] for name in flags if name.split("_")[0] in kind}
-    if "packed" in kind:
-        found["cu_seqlens"] = torch.tensor([0, 4, 4, 9, LENGTH])
-    return found
-
-
-def leaves(cache):
-    if isinstance(cache, torch.Tensor):
-        return [cache] if cache.is_floating_point() else []
-    return [leaf for part in cache if not isinstance(part, str) for leaf in leaves(part)]
-
-
-def positions(cache):
-    if isinstance(cache, torch.Tensor):
-        return [] if cache.is_floating_point() else [cache]
-    return [leaf for part in cache if not isinstance(part, str) for leaf in positions(part)]
-
-
-def loss_of(y, cache, weight, share=1.0):
-    total = (y * weight).sum()
-    for i, leaf in enumerate(leaves(cache)):
-        total = total + share * (leaf * random(*leaf.shape, key=(i, 3), dtype=leaf.dtype)).sum()
-    return total
-
-
-def close(what, got, wanted, tolerance=TIGHT):
-    assert got.shape == wanted.shape, what
-    if wanted.numel():
-        got, wanted = got.detach(), wanted.detach()
-        worst = float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
-        assert worst <= tolerance, f"{what}: off by {worst:.1e} of the largest"
 
 
 def cut(tensor, lengths, rank):
@@ -274,16 +222,7 @@ def refusals(mesh):
     assert type(next(iter(stack.parameters()))) is torch.nn.Parameter
 
 
-def one_process(rank, ranks, folder, *checks):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    for check in checks:
-        check(mesh)
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(ranks, tmp_path):
     checks = (every_family, in_single_precision, computed_again, accumulated, of_tokens, bytes_sent, refusals)
-    spawn(one_process, (ranks, tmp_path, *checks), nprocs=ranks)
+    on_ranks(ranks, tmp_path, *checks)

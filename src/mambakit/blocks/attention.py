@@ -1,6 +1,6 @@
 """Attention: its config, its cache, its block, its record."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from mambakit.blocks.attention_boundary import gather_rows, pass_positions
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, Slots, register
 from mambakit.blocks.modules import Linear
+from mambakit.blocks.shares import Part, Shares, along, grouped, groups_of, run, shared
 from mambakit.ops.attention import ABSENT, attend, attend_one, filled, places
 from mambakit.ops.backends import may_overwrite
 from mambakit.ops.boundary import boundary, linked
@@ -19,6 +20,7 @@ from mambakit.ops.rope import rates, turn, turns
 from mambakit.ops.segments import segment_starts
 from mambakit.ops.shapes import check_readable
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 
 SLOTS = 64
 """By so many a cache grows."""
@@ -366,6 +368,24 @@ def rates_of(config: AttentionConfig) -> Tensor:
     return torch.empty(0) if config.rope_theta is None else rates(config.rope_width, config.rope_theta)
 
 
+def shares(config: AttentionConfig, team: Team) -> Shares:
+    """Heads are divided, with those of keys and values where these can be; else each rank computes those it needs."""
+    h, g, p = config.n_heads, config.kv_heads, config.head_width
+    own = shared(config, "n_heads", h, team)
+    taken = groups_of(h, g, team)
+    k, v = (grouped(name, g, p, taken, team) for name in "kv")
+    kept = along(2, grouped("heads", g, 1, taken, team))
+    return Shares(
+        config=replace(config, n_heads=own, n_kv_heads=len(taken), head_dim=p),
+        parameters={
+            **dict.fromkeys(("in_proj.weight", "in_proj.bias"), along(0, Part("q", h * p), k, v)),
+            "out_proj.weight": run(h * p, 1),
+        },
+        cache={"k_btgp": kept, "v_btgp": kept},
+        once=("out_proj.bias",),
+    )
+
+
 FAMILY = register(
     Family(
         name="attention",
@@ -377,6 +397,7 @@ FAMILY = register(
         },
         resolved={"n_kv_heads": "kv_heads", "head_dim": "head_width", "scale": "product_scale"},
         flops=pair_flops,
+        shares=shares,
         needed={"n_heads": 4},
         example={"d_model": 24, "n_kv_heads": 2, "rope_theta": 10_000.0},
         step=FusedStep(

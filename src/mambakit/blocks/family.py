@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mambakit.blocks.block import Block
+from mambakit.blocks.shares import Shares
+from mambakit.ops.team import Team
 
 
 class Slots(NamedTuple):
@@ -69,6 +71,8 @@ class Family:
     example: Mapping[str, Any]
     """Fields of a tiny block for self-checks."""
     step: FusedStep | None = None
+    shares: Callable[[Any, Team], Shares] | None = None
+    """Of a config and the ranks: this one's share of a block. A block without that may consist of others."""
     alone: bool = True
     """Whether a model can be made of such blocks and no others."""
 

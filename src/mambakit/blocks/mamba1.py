@@ -1,7 +1,7 @@
 """Mamba-1: its config, its cache, its block, its record."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,14 @@ from mambakit.blocks import block as rows
 from mambakit.blocks.config import BlockConfig, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import CausalConv1d, Linear, RMSNorm, convolve_silu, init_dt_bias, is_plain, mark
+from mambakit.blocks.shares import Part, Shares, SummedLinear, along, expand_for, run, shared
 from mambakit.ops.activations import softplus
 from mambakit.ops.boundary import boundary, linked, pass_state
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, is_step, take_step
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +254,25 @@ def norm_fields(block: Mamba1) -> dict[str, Any]:
     }
 
 
+def shares(config: Mamba1Config, team: Team) -> Shares:
+    """Channels are divided; what they share, dt before its projection, B and C, is a sum over all of them."""
+    i = config.d_inner
+    own = shared(config, "d_inner", i, team)
+    names = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
+    halves = along(0, Part("x", i), Part("z", i))
+    return Shares(
+        config=replace(config, expand=expand_for(own, config.d_model)),
+        parameters={
+            **dict.fromkeys(names, run(i)),
+            **dict.fromkeys(("in_proj.weight", "in_proj.bias"), halves),
+            **dict.fromkeys(("x_proj.weight", "out_proj.weight"), run(i, 1)),
+        },
+        cache={"conv_bik": run(i, 1), "ssm_bir": run(i, 1)},
+        once=("out_proj.bias",),
+        modules={"x_proj": lambda module: SummedLinear(module, team)},
+    )
+
+
 FAMILY = register(
     Family(
         name="mamba1",
@@ -264,6 +285,7 @@ FAMILY = register(
         },
         resolved={"dt_rank": "dt_width"},
         example={"d_model": 24, "state_rank": 5},
+        shares=shares,
         step=FusedStep(
             fields=lambda block: {**step_fields(block), **norm_fields(block)},
             prepared=lambda block: {"A": -torch.exp(block.A_log.detach())},

@@ -1,7 +1,7 @@
 """Mamba-2: its config, its cache, its block, its record."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from mambakit.blocks.modules import (
     is_plain,
     mark,
 )
+from mambakit.blocks.shares import Part, Shares, SummedGatedRMSNorm, along, grouped, groups_of, run, shared
 from mambakit.ops.activations import step_size
 from mambakit.ops.boundary import boundary, linked, own_writes, pass_state
 from mambakit.ops.fused_step import MAMBA2_STEP, is_step, take_step
@@ -27,6 +28,7 @@ from mambakit.ops.norm import finish
 from mambakit.ops.shapes import cast
 from mambakit.ops.ssd import learned_start, scan
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 
 PARTS = ("z", "x", "B", "C", "dt")
 """Of `in_proj`'s output, in the order of `ssm_multipliers`."""
@@ -322,6 +324,35 @@ def step_fields(block: Mamba2) -> dict[str, Tensor | float | None]:
     }
 
 
+def shares(config: Mamba2Config, team: Team) -> Shares:
+    """Heads are divided, with their groups of B and C where these can be; else each rank computes those it needs."""
+    h, p, width, mlp = config.nheads, config.per_head_dim, config.ssm_width, config.inner_width - config.ssm_width
+    own = shared(config, "nheads", h, team)
+    taken = groups_of(h, config.ngroups, team)
+    b, c = (grouped(name, config.ngroups, config.state_rank, taken, team) for name in "BC")
+    projected = (Part("z0", mlp), Part("x0", mlp), Part("z", width), Part("x", width), b, c, Part("dt", h))
+    norm, is_local = config.norm_width, own * p % config.norm_width == 0
+    return Shares(
+        config=replace(
+            config,
+            d_inner=own * p + shared(config, "d_inner - d_ssm", mlp, team),
+            d_ssm=own * p,
+            ngroups=len(taken),
+            norm_group_size=norm if is_local else math.gcd(norm, own * p),
+        ),
+        parameters={
+            **dict.fromkeys(("in_proj.weight", "in_proj.bias"), along(0, *projected)),
+            **dict.fromkeys(("conv1d.weight", "conv1d.bias"), along(0, Part("x", width), b, c)),
+            **dict.fromkeys(("dt_bias", "A_log", "init_states"), run(h)),
+            **{"D": run(h * p if config.D_has_hdim else h), "norm.weight": run(width)},
+            "out_proj.weight": along(1, Part("y0", mlp), Part("y", width)),
+        },
+        cache={"conv_bvk": along(1, Part("x", width), b, c), "ssm_bhpr": run(h, 1)},
+        once=("out_proj.bias",),
+        modules={} if is_local else {"norm": lambda module: SummedGatedRMSNorm(module, width, team)},
+    )
+
+
 FAMILY = register(
     Family(
         name="mamba2",
@@ -337,6 +368,7 @@ FAMILY = register(
             "ssm_multipliers": "multipliers",
         },
         flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.ngroups),
+        shares=shares,
         at_hand={"state_rank": 64},
         example={"d_model": 24, "state_rank": 10, "per_head_dim": 12, "ngroups": 2},
         step=FusedStep(

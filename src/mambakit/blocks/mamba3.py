@@ -1,7 +1,7 @@
 """Mamba-3: its config, its cache, its block, its record."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.mamba3_boundary import pass_cache
 from mambakit.blocks.modules import Linear, RMSNorm, init_dt_bias, is_plain, last_token, mark
+from mambakit.blocks.shares import Part, Shares, along, expand_for, grouped, groups_of, run, shared, whole
 from mambakit.ops.activations import heavy_tail, softplus, step_size
 from mambakit.ops.boundary import boundary, linked
 from mambakit.ops.expand_ranks import expand_ranks
@@ -24,6 +25,7 @@ from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quatern
 from mambakit.ops.rotation import rotate_all, running_angle
 from mambakit.ops.ssd import learned_start
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 from mambakit.ops.trapezoid import PATHWAYS, trapezoid
 
 A_ACTIVATIONS = {"heavy_tail": heavy_tail, "softplus": softplus}
@@ -488,6 +490,28 @@ def step_fields(block: Mamba3) -> dict[str, Tensor | float | None]:
     }
 
 
+def shares(config: Mamba3Config, team: Team) -> Shares:
+    """Heads are divided, with their groups of B and C where these can be; the angles they share are on every rank."""
+    h, i, ranks = config.nheads, config.d_inner, config.ranks
+    own = shared(config, "nheads", h, team)
+    taken = groups_of(h, config.ngroups, team)
+    b, c = (grouped(name, config.ngroups, config.state_rank, taken, team, ranks) for name in "BC")
+    turns = config.rotation_channels
+    rotation = Part("rotation", turns) if config.rotation == "quaternion" else whole("rotation", turns)
+    heads = (Part("dt", h), Part("A", h), Part("lambda", h))
+    names = ("dt_bias", "B_bias", "C_bias", "D", "mimo_x", "mimo_z", "mimo_o", "init_states")
+    expand = expand_for(own * config.per_head_dim, config.d_model)
+    return Shares(
+        config=replace(config, expand=expand, ngroups=len(taken)),
+        parameters={
+            "in_proj.weight": along(0, Part("z", i), Part("x", i), b, c, *heads, rotation),
+            **dict.fromkeys(names, run(h)),
+            **{"norm.weight": run(i), "out_proj.weight": run(i, 1)},
+        },
+        cache={name: run(h, 2 if name == "k_state_bmhr" else 1) for name in Mamba3Cache._fields[:4]},
+    )
+
+
 FAMILY = register(
     Family(
         name="mamba3",
@@ -500,6 +524,7 @@ FAMILY = register(
             "mimo_rank": ("B_bias", 1, "ranks"),
         },
         resolved={"mimo_rank": "ranks"},
+        shares=shares,
         # B and C are every head's own.
         flops=lambda config, tokens: ssd_flops(config, tokens, groups=config.nheads, ranks=config.ranks),
         variants={"mamba3-mimo": {"is_mimo": True}},

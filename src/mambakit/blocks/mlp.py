@@ -1,7 +1,7 @@
 """A multilayer perceptron: its config, its block, its record."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,8 +11,10 @@ from mambakit.arguments import shown
 from mambakit.blocks.config import BlockConfig, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import Linear
+from mambakit.blocks.shares import Part, Shares, along, run, shared
 from mambakit.blocks.stateless import NoCache, Stateless
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -98,6 +100,19 @@ class MLP(Stateless[MLPConfig]):
         return self.fc2(hidden), cache
 
 
+def shares(config: MLPConfig, team: Team) -> Shares:
+    hidden = config.d_hidden
+    gate = hidden if config.gated else 0
+    return Shares(
+        config=replace(config, d_hidden=shared(config, "d_hidden", hidden, team)),
+        parameters={
+            **dict.fromkeys(("fc1.weight", "fc1.bias"), along(0, Part("value", hidden), Part("gate", gate))),
+            "fc2.weight": run(hidden, 1),
+        },
+        once=("fc2.bias",),
+    )
+
+
 FAMILY = register(
     Family(
         name="mlp",
@@ -109,6 +124,7 @@ FAMILY = register(
             fields=lambda block: {name: getattr(block.config, name) for name in ("activation", "gated", "gate_scale")},
             projections=("fc1", "fc2"),
         ),
+        shares=shares,
         alone=False,
     )
 )

@@ -1,6 +1,6 @@
 """A mixture of experts: its config, its block, its record, and the loss that keeps its experts in use."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +11,14 @@ from mambakit.arguments import shown
 from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_types
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.mlp import MLP, MLPConfig, activate, check_activation
+from mambakit.blocks.mlp import shares as mlp_shares
 from mambakit.blocks.modules import Linear
+from mambakit.blocks.shares import Part, Shares, along, run, shared
 from mambakit.blocks.stateless import NoCache, Stateless
 from mambakit.ops.boundary import boundary
 from mambakit.ops.grouped_product import grouped_product
 from mambakit.ops.ssd_path import SsdPath
+from mambakit.ops.team import Team
 
 ROUTERS = ("softmax", "softmax_chosen", "sigmoid")
 
@@ -136,7 +139,9 @@ class MoE(Stateless[MoEConfig]):
             self.latent_in = Linear(d, X, bias=config.bias, **made)
             self.latent_out = Linear(X, d, bias=config.bias, **made)
         if config.d_shared:
-            self.shared = MLP(MLPConfig(d, config.d_shared, config.gated, config.activation, config.bias), **made)
+            self.shared = MLP(shared_config(config), **made)
+        self.copies = 1
+        """Ranks that all compute the same `balance`, each with its part of the gradient."""
         self.balance: Tensor | None = None
         """Of the last call, if it was one of training: `n_experts * sum_e fraction_e * probability_e`.
 
@@ -231,7 +236,13 @@ class MoE(Stateless[MoEConfig]):
         edge = boundary()
         if edge is not None:
             tokens, scored_e, chosen_e = (all_j.sum(0) for all_j in edge.gather(tokens, scored_e, chosen_e))
-        return self.config.n_experts / self.config.top_k * (chosen_e @ scored_e) / tokens.clamp(min=1) ** 2
+        balance = self.config.n_experts / self.config.top_k * (chosen_e @ scored_e) / tokens.clamp(min=1) ** 2
+        return balance if self.copies == 1 else balance.detach() + (balance - balance.detach()) / self.copies
+
+
+def shared_config(config: MoEConfig) -> MLPConfig:
+    """Of the expert that every token goes to."""
+    return MLPConfig(config.d_model, config.d_shared, config.gated, config.activation, config.bias)
 
 
 def apply_experts(experts: Tensor | nn.Module, x_Ni: Tensor, counts_e: Tensor) -> Tensor:
@@ -277,6 +288,30 @@ def step_fields(block: MoE) -> dict[str, Any]:
     }
 
 
+def shares(config: MoEConfig, team: Team) -> Shares:
+    """Every expert's hidden channels are divided; all ranks choose the same experts."""
+    hidden, own = config.d_hidden, shared(config, "d_hidden", config.d_hidden, team)
+    gate = hidden if config.gated else 0
+    parameters, once, inside = {}, ["latent_out.bias"], {}
+    if config.d_shared:
+        shared(config, "d_shared", config.d_shared, team)
+        beside = mlp_shares(shared_config(config), team)
+        inside["shared"] = beside.config
+        parameters |= {f"shared.{name}": split for name, split in beside.parameters.items()}
+        once += [f"shared.{name}" for name in beside.once]
+    return Shares(
+        config=replace(config, d_hidden=own, d_shared=config.d_shared // team.size),
+        parameters={
+            "experts_in": along(1, Part("value", hidden), Part("gate", gate)),
+            "experts_out": run(hidden, 2),
+            **parameters,
+        },
+        once=tuple(once),
+        inside=inside,
+        attributes={"copies": team.size},
+    )
+
+
 FAMILY = register(
     Family(
         name="moe",
@@ -297,6 +332,7 @@ FAMILY = register(
             inside=lambda block: (block, block.shared) if block.config.d_shared else (block,),
             modules=(Router,),
         ),
+        shares=shares,
         alone=False,
     )
 )

@@ -1,0 +1,212 @@
+"""Heads and vocabulary divided among ranks: outputs, caches, losses and gradients are those of one rank."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+import mambakit as mk
+from mambakit.blocks.moe import balance_loss
+from ranks import LENGTH, TIGHT, close, leaves, on_ranks, options, positions, random, seeded
+
+D = 8
+
+MAMBA1 = mk.Mamba1Config(d_model=D, state_rank=3, dt_b_c_norm=True, bias=True)
+SMALL2 = {"d_model": D, "state_rank": 4, "per_head_dim": 4}
+GROUPS4 = mk.Mamba2Config(**SMALL2, ngroups=4, bias=True, norm_before_gate=True)
+GROUPS2 = mk.Mamba2Config(**SMALL2, ngroups=2, D_has_hdim=True, learnable_init_states=True)
+ONE_GROUP = mk.Mamba2Config(**SMALL2, ssm_multipliers=(1.0, 2.0, 0.5, 1.0, 1.5), in_scale=0.5, out_scale=2.0)
+WITH_MLP = mk.Mamba2Config(**SMALL2, expand=3, d_ssm=16, norm_group_size=2)
+# Heads of three groups on two ranks: one and a half each. Norms over all channels of two groups.
+ODD = mk.Mamba2Config(d_model=D, d_inner=48, state_rank=4, per_head_dim=4, ngroups=3, norm_group_size=16)
+SMALL3 = {"d_model": D, "state_rank": 8, "per_head_dim": 4}
+MAMBA3 = mk.Mamba3Config(**SMALL3, ngroups=4)
+MIMO = mk.Mamba3Config(**SMALL3, ngroups=2, is_mimo=True, mimo_rank=2, rope_fraction=1.0, is_outproj_norm=True)
+QUATERNION = mk.Mamba3Config(**SMALL3, rotation="quaternion", learnable_init_states=True)
+STILL = mk.Mamba3Config(**SMALL3, rope_fraction=0.0)
+ATTENTION = mk.AttentionConfig(D, n_heads=4, n_kv_heads=2, bias=True)
+WINDOW = mk.AttentionConfig(D, n_heads=4, rope_theta=100.0, head_dim=4, window=3)
+MLP, PLAIN_MLP = mk.MLPConfig(D, 8, bias=True), mk.MLPConfig(D, 12, gated=False)
+MOE = mk.MoEConfig(D, 8, n_experts=4, top_k=2, d_shared=8, d_latent=6, bias=True)
+SIGMOID = mk.MoEConfig(D, 4, n_experts=4, top_k=2, router="sigmoid", groups=2, top_groups=1)
+
+STACKS = {
+    "mamba1": {"block": MAMBA1, "n_layer": 2},
+    "mamba2, 4 groups": {"block": GROUPS4, "n_layer": 2},
+    "mamba2, 2 groups": {"block": GROUPS2, "n_layer": 2},
+    "mamba2, one group": {"block": ONE_GROUP, "n_layer": 2},
+    "mamba2 with mlp": {"block": WITH_MLP, "n_layer": 1},
+    "mamba2, 3 groups": {"block": ODD, "n_layer": 1},
+    "mamba3": {"block": MAMBA3, "n_layer": 2},
+    "mamba3 double": {"block": MAMBA3, "n_layer": 2},
+    "mimo": {"block": MIMO, "n_layer": 2},
+    "mimo double": {"block": MIMO, "n_layer": 1},
+    "quaternion": {"block": QUATERNION, "n_layer": 2},
+    "no rotation": {"block": STILL, "n_layer": 1},
+    "attention": {"block": ATTENTION, "n_layer": 2},
+    "window": {"block": WINDOW, "n_layer": 2},
+    "hybrid": {
+        "layers": ((GROUPS2, MLP), (ATTENTION, MOE), (mk.ParallelConfig(MAMBA3, WINDOW), PLAIN_MLP), (MAMBA1, SIGMOID))
+    },
+}
+
+
+def made(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    stack = mk.Stack(mk.StackConfig(**STACKS[name]), dtype=dtype)
+    with torch.no_grad():
+        for i, parameter in enumerate(stack.parameters()):
+            parameter += 0.3 * random(*parameter.shape, key=(i, 7), dtype=parameter.dtype)
+    return stack
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model):
+    """Whole, by the names of a model that is not divided."""
+    return mk.parallel.joined(model, {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+
+
+def check_gradients(what, got, wanted, tolerance=TIGHT):
+    found = gradients(got)
+    expected = {n: p.grad for n, p in wanted.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys(), what
+    for name, grad in expected.items():
+        close(f"{what}: gradient of {name}", found[name], grad, tolerance)
+
+
+def start(stack, name, rows):
+    """A fresh cache of the pathway that the name says, where it says one."""
+    return tuple(part.with_pathway("double") for part in stack.fresh_cache(rows)) if "double" in name else None
+
+
+def compare(name, kind, mesh, *, dtype=torch.float64, tolerance=TIGHT, change=lambda stack: None):
+    """A stack called twice, the second time with the cache of the first, and gradients through both calls."""
+    what = f"{name}, {kind or 'plain'}"
+    whole = made(name, dtype)
+    change(whole)
+    split = mk.parallel.tensor_parallel(copy.deepcopy(whole), mesh)
+    batch, given = (1 if "packed" in kind else 2), options(kind)
+    rows = len(given["cu_seqlens"]) - 1 if "packed" in kind else batch
+    weight = random(batch, LENGTH, D, key=(2,), dtype=dtype)
+    results = []
+    for stack in (whole, split):
+        x = random(batch, LENGTH, D, key=(1,), dtype=dtype).requires_grad_()
+        y, cache = stack(x, start(stack, name, rows), **given)
+        y, cache = stack(y, cache, **given)
+        (y * weight).sum().backward()
+        results.append((x.grad, y, cache))
+    (d_x, y, cache), (d_x_own, y_own, cache_own) = results
+    close(f"{what}: outputs", y_own, y, tolerance)
+    close(f"{what}: gradient of x", d_x_own, d_x, tolerance)
+    joined, cut = mk.parallel.whole_cache(split, cache_own), mk.parallel.share_of_cache(split, cache)
+    for i, (got, one) in enumerate(zip(leaves([joined, cut]), leaves([cache, cache_own]), strict=True)):
+        close(f"{what}: cache {i}", got, one, tolerance)
+    for got, one in zip(positions(cache_own), positions(cache), strict=True):
+        assert got.tolist() == one.tolist(), what
+    check_gradients(what, split, whole, tolerance)
+
+
+def every_family(mesh):
+    kinds = itertools.cycle(("", "reset", "mask", "mask and reset", "packed", "packed with mask and reset"))
+    for name in STACKS:
+        if name == "mamba2, 3 groups" and mesh.size() == 4:
+            continue
+        for _ in range(2):
+            compare(name, next(kinds), mesh)
+
+
+def words(tied=True, dtype=torch.float64, **fields):
+    """A hybrid language model, some of whose vocabulary is padding."""
+    torch.manual_seed(3)
+    layers = ((MAMBA3, MOE), (ATTENTION, MLP), (ONE_GROUP,))
+    config = mk.ModelConfig(layers=layers, vocab_size=11, tie_embeddings=tied, logits_scale=2.0, **fields)
+    return mk.LanguageModel(config, dtype=dtype)
+
+
+def of_tokens(mesh):
+    """Embedding, head and losses; the balance of experts counts once."""
+    ids = torch.randint(11, (2, LENGTH + 1), generator=seeded(4))
+    wanted = ids[:, 1:].clone()
+    wanted[0, :3] = -100
+    for tied in (True, False):
+        whole = words(tied)
+        split = mk.parallel.tensor_parallel(copy.deepcopy(whole), mesh)
+        found = []
+        for model in (whole, split):
+            loss_bs, _ = mk.parallel.token_losses(model, ids[:, :-1], wanted)
+            total = loss_bs.sum() + 3 * balance_loss(model)
+            total.backward()
+            found.append((loss_bs, total))
+        for got, one in zip(found[1], found[0], strict=True):
+            close("loss", got, one)
+        check_gradients("words", split, whole)
+        logits_bsw, _ = whole(ids)
+        close("losses", found[0][0], F.cross_entropy(logits_bsw[:, :-1].mT, wanted, reduction="none"))
+        # Logits of all words for whoever asks, with gradients.
+        for model in (whole, split):
+            model.zero_grad()
+            logits, _ = model(ids)
+            close("logits", logits, logits_bsw)
+            (logits * random(*logits.shape, key=(5,))).sum().backward()
+        check_gradients("logits", split, whole)
+        with torch.no_grad():
+            cache_own, cache = None, None
+            for token in ids.T:
+                got, cache_own = split.step(token, cache_own)
+                one, cache = whole.step(token, cache)
+            close("steps", got, one)
+        with pytest.raises(ValueError, match="the ids go from 0 to 99, but the vocabulary is 0 to 10"):
+            split(torch.tensor([[0, 99]]))
+        assert len({id(p) for p in (split.lm_head.weight, split.backbone.embedding.weight)}) == (1 if tied else 2)
+
+
+def computed_again(mesh):
+    def checkpointed(stack):
+        stack.checkpoint_layers = True
+
+    compare("hybrid", "reset", mesh, change=checkpointed)
+
+
+def in_single_precision(mesh):
+    for name, kind in (("mamba1", "mask"), ("mamba2, one group", "reset"), ("mimo", "packed"), ("window", "reset")):
+        compare(name, kind, mesh, dtype=torch.float32, tolerance=1e-5)
+
+
+def refusals(mesh):
+    split, ranks = mk.parallel.tensor_parallel(made("mamba1"), mesh), mesh.size()
+    with pytest.raises(ValueError, match="tensor parallel already"):
+        mk.parallel.tensor_parallel(split, mesh)
+    with pytest.raises(ValueError, match="no block"):
+        mk.parallel.tensor_parallel(torch.nn.Linear(2, 2), mesh)
+    for config, told in (
+        (mk.Mamba1Config(d_model=3, expand=1), "d_inner = 3 in Mamba1Config"),
+        (mk.Mamba2Config(d_model=D, d_inner=12, per_head_dim=4), "nheads = 3 in Mamba2Config"),
+        (mk.Mamba2Config(d_model=D, d_inner=19, d_ssm=16, per_head_dim=4), "d_inner - d_ssm = 3 in Mamba2Config"),
+        (mk.Mamba3Config(d_model=6, per_head_dim=4), "nheads = 3 in Mamba3Config"),
+        (mk.AttentionConfig(6, n_heads=3), "n_heads = 3 in AttentionConfig"),
+        (mk.MLPConfig(D, 7), "d_hidden = 7 in MLPConfig"),
+        (mk.MoEConfig(D, 8, n_experts=2, top_k=1, d_shared=9), "d_shared = 9 in MoEConfig"),
+    ):
+        block = mk.Layer(config)
+        with pytest.raises(ValueError, match=f"{told} cannot be divided among {ranks} tensor-parallel ranks; take 1, "):
+            mk.parallel.tensor_parallel(block, mesh)
+        assert not any(isinstance(parameter, DTensor) for parameter in block.parameters())
+    with pytest.raises(ValueError, match=r"11 rows of the vocabulary .* make pad_vocab_size_multiple a multiple of"):
+        mk.parallel.tensor_parallel(words(pad_vocab_size_multiple=1), mesh)
+    hooked = made("mamba1")
+    hooked.layers[0].mixer.in_proj.register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match="in_proj of a Mamba1 is a Linear, or hooks are on it"):
+        mk.parallel.tensor_parallel(hooked, mesh)
+    with pytest.raises(ValueError, match="expected a DeviceMesh"):
+        mk.parallel.tensor_parallel(made("mamba1"), None)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks(ranks, tmp_path):
+    on_ranks(ranks, tmp_path, every_family, of_tokens, computed_again, in_single_precision, refusals)
