@@ -63,7 +63,9 @@ class Kernel:
             return self.forward(*inputs)
         if self.casts:
             wanted = self.dtypes(inputs)
-            floats = (t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in zip(inputs, wanted, strict=False))
+            floats = (
+                t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in zip(inputs, wanted, strict=False)
+            )
             inputs = (*floats, *inputs[operation.floats :])
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return operation.operator(*inputs, self.backend.name)

@@ -1,6 +1,7 @@
 """Mamba-3's B and C, normed, biased and turned, and all gradients from the inputs alone.
 
-Everything is float32 but the running angles, and B and C themselves where they are bfloat16; see `mamba3_prepare.h` and `rotation.h`.
+Everything is float32 but the running angles, and B and C where they come in bfloat16; see `mamba3_prepare.h` and
+`rotation.h`.
 """
 
 import math

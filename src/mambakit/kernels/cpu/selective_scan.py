@@ -106,9 +106,7 @@ def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]
     wanted = dict(zip(shapes, needs, strict=True))
     narrow = ("x", "dt", "z")
     dtypes = {name: x_bsi.dtype if name in narrow else torch.float32 for name in shapes}
-    grads = {
-        name: x_bsi.new_empty(shape if wanted[name] else 0, dtype=dtypes[name]) for name, shape in shapes.items()
-    }
+    grads = {name: x_bsi.new_empty(shape if wanted[name] else 0, dtype=dtypes[name]) for name, shape in shapes.items()}
     dy, d_last = along_channels(dy_bsi), d_last_bir.contiguous()
     into = {name: pointer(grad) if wanted[name] else None for name, grad in grads.items()}
     run(

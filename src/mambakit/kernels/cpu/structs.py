@@ -58,7 +58,8 @@ Ssd{int64_t b, s, m, h, p, g, r, chunk_len; Sequence v_bsmhp, b_bsmgr, c_bsmgr, 
   pointer segments_bs, state_bhpr; bool narrow;}
 SsdForward{Ssd inputs; pointer y_bsmhp, last_bhpr;} ssd_forward(SsdForward)
 SsdBackward{Ssd inputs; Sequence d_y_bsmhp; pointer d_last_bhpr, d_v_bsmhp, d_b_bsmgr, d_c_bsmgr, d_da_bsh,
-  d_w_now_bsh, d_w_later_bsh, d_state_bhpr; bool narrow_sides; int64_t ranges; pointer shares;} ssd_backward(SsdBackward)
+  d_w_now_bsh, d_w_later_bsh, d_state_bhpr; bool narrow_sides; int64_t ranges; pointer shares;}
+  ssd_backward(SsdBackward)
 Mamba1Step{int64_t channels, r, k; pointer conv_weight, conv_bias, A_log, A, D;}
 Mamba1StepConv{Mamba1Step step; int64_t batch; pointer projected, window_in, window_out, x;}
   mamba1_step_conv(Mamba1StepConv)

@@ -179,16 +179,20 @@ struct ConvGradients : ConvBackward {
             bool saw = t >= 0 && t < inputs.length && row.together(p, t);
             d_a[q] = saw ? ring + (t % k) * CONV_CHANNELS : (const float*)row.zeros;
         }
-        each_vector(count, MK_BODY(int64_t i, int64_t lanes) {
-            vf d = {};
-            for (int64_t q = 0; q < k; q++)
-                d += load_part(d_a[q] + i, lanes) * load_part(taps_kv + q * inputs.width + c + i, lanes);
-            store_part(d_input + i, d, lanes);
-        });
+        auto sum_to = MK_BODY(auto* to) {
+            each_vector(count, MK_BODY(int64_t i, int64_t lanes) {
+                vf d = {};
+                for (int64_t q = 0; q < k; q++)
+                    d += load_part(d_a[q] + i, lanes) * load_part(taps_kv + q * inputs.width + c + i, lanes);
+                store_part(to + i, d, lanes);
+            });
+        };
         bool left_behind = d_after && p < row.end() && p >= row.end() - k && row.together(p, row.end() - 1);
-        if (!left_behind) return;
+        if (!left_behind) return sum_to(d_input);
+        float sums[CONV_CHANNELS];
+        sum_to(sums);
         const Number* from = (const Number*)d_after + row.row * after_batch + p - (row.end() - k);
-        for (int64_t i = 0; i < count; i++) d_input[i] = (float)d_input[i] + (float)from[(c + i) * k];
+        for (int64_t i = 0; i < count; i++) d_input[i] = sums[i] + (float)from[(c + i) * k];
     }
 
     template <int K>
