@@ -4,13 +4,16 @@
 """
 
 import copy
+import gc
 import os
 import random
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +27,16 @@ from torch.distributed.fsdp import fully_shard
 from blocks import FAMILIES, make_block, tensors_of, tokens
 from compare import check
 from mambakit import generate
+from mambakit.cli.main import main
+from mambakit.parallel.pieces import pieces_of
 from mambakit.text.tokens import Bytes
+from mambakit.training import alive
 from mambakit.training.objective import Objective
 from mambakit.training.processes import Ranks, whole
-from mambakit.training.run import train
-from trainer_cases import Silent, losses, make_model, make_trainer
+from mambakit.training.run import Keep, train
+from mambakit.training.run_checkpoints import RunCheckpoints
+from mambakit.training.saving import Saving
+from trainer_cases import Silent, losses, make_documents, make_model, make_trainer
 
 KILLS = 20
 KILLED = {"steps": 40, "save_every": 3, "evaluate_every": 10, "optimizer": "muon"}
@@ -43,6 +51,8 @@ def forked(work: Callable[[], None]) -> int:
     try:
         work()
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -96,19 +106,28 @@ def kills(folder: Path) -> None:
     print(f"{killed} kills in {runs} runs")
 
 
-def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1) -> None:
-    """So many processes that know each other, `context` of them with shares of the same rows."""
+def start_ranks(world: int, work: Callable[[int], None]) -> list[int]:
+    """So many processes that can find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
 
     def one(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        work(rank)
+
+    return [forked(lambda rank=rank: one(rank)) for rank in range(world)]
+
+
+def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1) -> None:
+    """So many processes that know each other, `context` of them with shares of the same rows."""
+
+    def one(rank: int) -> None:
         ranks = Ranks(parallel, "cpu", context)
         work(ranks)
         ranks.close()
 
-    codes = [outcome(child) for child in [forked(lambda rank=rank: one(rank)) for rank in range(world)]]
+    codes = [outcome(child) for child in start_ranks(world, one)]
     assert codes == [0] * world, codes
 
 
@@ -130,7 +149,7 @@ def resumed(source: Path, target: Path, parallel: str, world: int, **changed) ->
 
 def ranks(folder: Path) -> None:
     exact = {"steps": 8, "dtype": torch.float64}
-    muon = {"steps": 8, "optimizer": "muon"}
+    muon = {**exact, "optimizer": "muon"}
     spread(folder / "1", "ddp", 1, **exact)
     spread(folder / "1-muon", "ddp", 1, **muon)
     for parallel in ("ddp", "fsdp"):
@@ -141,9 +160,163 @@ def ranks(folder: Path) -> None:
         resumed(folder / "1", folder / f"1-then-2-{parallel}", parallel, 2, **exact)
         resumed(folder / "1-muon", folder / f"1-then-2-{parallel}-muon", parallel, 2, **muon)
     resumed(folder / "2-fsdp-muon", folder / "2-fsdp-then-2-ddp-muon", "ddp", 2, **muon)
+    resumed(folder / "2-fsdp-muon", folder / "2-fsdp-then-4-fsdp-muon", "fsdp", 4, **muon)
+    resumed(folder / "2-fsdp-then-4-fsdp-muon", folder / "4-fsdp-then-1-muon", "ddp", 1, **muon)
     spread(folder / "1-lora", "ddp", 1, lora=2, **exact)
     for parallel in ("ddp", "fsdp"):
         spread(folder / f"2-{parallel}-lora", parallel, 2, lora=2, **exact)
+
+
+MESHES = (
+    (2, ("--parallel=fsdp",)),
+    (4, ("--parallel=fsdp", "--context-parallel=2", "--async-checkpoints")),
+    (1, ()),
+    (4, ("--context-parallel=4",)),
+    (2, ("--parallel=fsdp", "--context-parallel=2")),
+    (1, ()),
+)
+
+
+def resumes(folder: Path) -> None:
+    """`mambakit train` as torchrun starts it, stopped and resumed on other numbers of ranks and other meshes."""
+    data = folder / "data"
+    data.mkdir()
+    for name, content in make_documents():
+        (data / name).write_bytes(content)
+    sizes = ["--d-model=16", "--layers=M2 M3", "--state-rank=8", "--head-dim=8", "--batch=4", "--seq-len=16"]
+    sizes += ["--warmup=2", "--schedule=constant", "--held-out=0.2", "--no-tensorboard", "--save-every=2"]
+
+    def command(out: Path, steps: int, world: int, *options: str) -> None:
+        given = ["--resume"] if out.exists() else [str(data), *sizes]
+        arguments = ["train", *given, "--out", str(out), f"--steps={steps}", *options]
+
+        def one(rank: int) -> None:
+            with open(folder / f"{out.name}-{steps}-{rank}.txt", "w") as said:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+            assert main(arguments) == 0
+
+        codes = [outcome(child) for child in start_ranks(world, one)]
+        assert codes == [0] * world, (folder / f"{out.name}-{steps}-0.txt").read_text()
+
+    for optimizer in ("adamw", "muon"):
+        command(folder / f"whole-{optimizer}", 4 * len(MESHES), 1, f"--optimizer={optimizer}")
+        out = folder / f"resumed-{optimizer}"
+        for i, (world, options) in enumerate(MESHES):
+            command(out, 4 * (i + 1), world, *options, *(() if out.exists() else (f"--optimizer={optimizer}",)))
+
+
+def deaths(_: Path) -> None:
+    """One of three ranks dies while the others wait for it, or does not answer, or fails; or all of them leave."""
+    alive.QUIET = 4.0
+    for rank, how in ((1, "die"), (0, "die"), (2, "stop"), (1, "fail"), (1, "leave")):
+        print("codes", *ends(rank, how), flush=True)
+
+
+def ends(which: int, how: str) -> list[int]:
+    def work(rank: int) -> None:
+        ranks = Ranks("ddp", "cpu")
+        try:
+            ranks.gather(None)
+            if rank == which:
+                if how in ("die", "stop"):
+                    os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+                if how == "fail":
+                    raise ValueError("of its own")
+            if how == "leave":
+                # At different times.
+                time.sleep(rank)
+            else:
+                ranks.gather(None)
+        finally:
+            ranks.close()
+
+    os.dup2(1, 2)  # so that messages are among the rest
+    children = start_ranks(3, work)
+    if how == "stop":
+        # Who stopped it ends it too.
+        codes = {rank: outcome(child) for rank, child in enumerate(children) if rank != which}
+        os.kill(children[which], signal.SIGKILL)
+        return [codes.get(rank, -signal.SIGKILL) for rank in range(3)]
+    return [outcome(child) for child in children]
+
+
+def memory(_: Path) -> None:
+    """Bytes of parameters, gradients and states on each rank, and of all tensors after a step."""
+    for optimizer in ("adamw", "muon"):
+        for parallel, world in (("ddp", 1), ("fsdp", 2)):
+            on_ranks(parallel, world, lambda ranks, optimizer=optimizer: count_bytes(ranks, optimizer))
+
+
+def count_bytes(ranks: Ranks, optimizer: str) -> None:
+    before = bytes_alive()
+    trainer = make_trainer(ranks, optimizer=optimizer)
+    trainer.advance()
+    alive = bytes_alive() - before
+    trainer._go_back()
+    gradients = [pieces_of(p.grad) for p in trainer.model.parameters()]
+    counted = sum(own.nbytes for pieces in (*trainer.shares().values(), *gradients) for own in pieces.own)
+    told = ranks.gather(f"{optimizer} {ranks.world} {counted} {alive}")
+    if ranks.is_first:
+        print(*told, sep="\n", flush=True)
+
+
+def bytes_alive() -> int:
+    """Of all tensors that Python knows."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor):
+            storage = getattr(thing, "_local_tensor", thing).untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def aside(folder: Path) -> None:
+    """Checkpoints written while the run goes on; damaged shares; a disk that is full for one rank."""
+    muon = {"steps": 8, "optimizer": "muon", "dtype": torch.float64, "save_every": 2}
+
+    def run_aside(where: Path, world: int, parallel: str = "fsdp") -> None:
+        def work(ranks: Ranks) -> None:
+            train(make_trainer(ranks, **muon), where, Keep(Bytes(), aside=True), Silent())
+
+        on_ranks(parallel, world, work)
+
+    run_aside(folder / "1", 1, "ddp")
+    run_aside(folder / "2", 2)
+    copytree(folder / "2", folder / "2-damaged")
+    newest = sorted((folder / "2-damaged" / "checkpoints").iterdir())[-1]
+    share = newest / "shares" / "__1_0.distcp"
+    share.write_bytes(share.read_bytes()[:-1] + b"?")
+    on_ranks("fsdp", 2, lambda ranks: go_on_damaged(folder / "2-damaged", ranks, muon))
+    on_ranks("fsdp", 2, lambda ranks: fill_disk(folder / "full", ranks, muon))
+
+
+def go_on_damaged(folder: Path, ranks: Ranks, changed: dict[str, Any]) -> None:
+    watch = Silent()
+    train(make_trainer(ranks, **changed), folder, Bytes(), watch)
+    if ranks.is_first:
+        print(*watch.notes, sep="\n", flush=True)
+
+
+def fill_disk(folder: Path, ranks: Ranks, changed: dict[str, Any]) -> None:
+    """Only for the second rank; the first says so too, and what was begun is gone."""
+    trainer = make_trainer(ranks, **changed)
+    saving = Saving(trainer, RunCheckpoints(folder))
+    saving.save()
+    trainer.advance()
+    if ranks.rank == 1:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        saving.save()
+        told = ["saved"]
+    except OSError as error:
+        told = ranks.gather(str(error))
+    if ranks.is_first:
+        print(*told, sep="\n", flush=True)
+        assert [path.name for path in folder.iterdir()] == ["step-000000000"]
 
 
 def contexts(folder: Path) -> None:
@@ -155,6 +328,7 @@ def contexts(folder: Path) -> None:
         spread(folder / f"4-{parallel}", parallel, 4, context=2, boundaries="reset", **exact)
     resumed(folder / "2-fsdp", folder / "2-fsdp-then-1", "ddp", 1, **exact)
     resumed(folder / "1", folder / "1-then-4-ddp", "ddp", 4, context=4, **exact)
+    resumed(folder / "2-ddp", folder / "2-ddp-then-4-fsdp", "fsdp", 4, context=2, **exact)
 
 
 def bad_steps(_: Path) -> None:
@@ -235,6 +409,14 @@ def compare_shards(ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"kills": kills, "ranks": ranks, "shards": shards, "bad_steps": bad_steps, "contexts": contexts}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
+    {
+        "kills": kills,
+        "ranks": ranks,
+        "shards": shards,
+        "bad_steps": bad_steps,
+        "contexts": contexts,
+        "memory": memory,
+        "resumes": resumes,
+        "deaths": deaths,
+        "aside": aside,
+    }[sys.argv[1]](Path(sys.argv[2]))

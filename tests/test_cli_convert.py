@@ -54,3 +54,24 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, format, message
     assert len(told) == 1
     assert message in told[0]
     assert not (tmp_path / "to").exists()
+
+
+def test_a_checkpoint_of_a_run(tmp_path, capsys):
+    """As it was saved, with the run's tokens; what is damaged or asked for in vain is one line."""
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question. " * 40)
+    sizes = ["--family=mamba2", "--d-model=16", "--layers=1", "--state-rank=8", "--head-dim=8", "--batch=2"]
+    sizes += ["--seq-len=16", "--steps=2", "--warmup=1", "--held-out=0.2", "--no-tensorboard"]
+    assert main(["train", str(text), "--out", str(tmp_path / "run"), *sizes]) == 0
+    [step] = (tmp_path / "run" / "checkpoints").iterdir()
+    trained = mk.load_model(tmp_path / "run")
+    for format in ("mambakit", "official", "hf"):
+        assert convert(step, tmp_path / format, "--format", format) == 0
+        assert equal(tmp_path / format, trained)
+        assert mk.load_tokenizer(tmp_path / format).encode("to") == mk.load_tokenizer(tmp_path / "run").encode("to")
+    capsys.readouterr()
+    assert convert(step, tmp_path / "to", "--format=hf", "--norm-group-size=8") == 2
+    assert "--norm-group-size is for checkpoints of others" in capsys.readouterr().err
+    (step / "state.pt").write_bytes(b"?")
+    assert convert(step, tmp_path / "to", "--format=hf") == 2
+    assert "is damaged (state.pt is not what was written)" in capsys.readouterr().err

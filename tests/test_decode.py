@@ -42,8 +42,7 @@ from mambakit.ops.backends import use_backend
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 VOCABULARY = 50
-ROTATING = ("mamba3-quaternion", "mamba3-learned")
-NAMES = [name for name in CONFIGS if name not in ROTATING]
+NAMES = list(CONFIGS)
 MODELS = {
     "tied": {},
     "untied-mlp": {"tie_embeddings": False, "d_intermediate": 8},
@@ -234,8 +233,10 @@ def random_block(draw: random.Random) -> Any:
             **shared, state_rank=draw.randint(1, 40), conv_kernel=draw.randint(1, 5), norm_before_gate=before
         )
     rope, rank = draw.choice([0.0, 0.5, 1.0]), draw.randint(1, 6)
-    state_rank = 2 * draw.randint(1, 20)
-    return Mamba3Config(**shared, state_rank=state_rank, rope_fraction=rope, is_mimo=rank > 1, mimo_rank=rank)
+    state_rank, turns = 2 * draw.randint(1, 20), {}
+    if draw.random() < 0.3:
+        state_rank, turns = 8 * draw.randint(1, 5), {"rotation": "quaternion"}
+    return Mamba3Config(**shared, state_rank=state_rank, rope_fraction=rope, is_mimo=rank > 1, mimo_rank=rank, **turns)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -459,7 +460,6 @@ REFUSED = {
     "it is a Other": lambda: Other(ModelConfig(block=BLOCK, n_layer=1, vocab_size=9)),
     "MultiGate": lambda: make_model(BLOCK, multi_gate=MultiGateConfig(n_streams=2)),
     "leaves out a residual": lambda: make_model(BLOCK, ignore_first_residual=True),
-    "quaternions": lambda: make_model(CONFIGS["mamba3-quaternion"]),
     "in_proj has weights of torch.float64": lambda: make_model(BLOCK, dtype=torch.float64),
     "weights of torch.int8 in a form": lambda: quantize(make_model(BLOCK), 8).to(torch.bfloat16),
     "in_proj has weights of torch.uint8": lambda: quantize(make_model(BLOCK), 4, group_size=8),

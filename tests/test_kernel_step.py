@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import CONFIGS, MAKE, MAMBAS, make_block, random_cache, tensors_of, tokens
+from blocks import MAKE, MAMBAS, make_block, random_cache, tensors_of, tokens
 from compare import check, error, load_golden
 from mambakit import Mamba1, Mamba1Config, Mamba2, Mamba2Config, Mamba3, Mamba3Config, SsdPath
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.ops import fused_step as step
+from mambakit.ops.backends import use_backend
 from mambakit.ops.operation import OPERATIONS, Kernel
 from test_golden_blocks import build, official_states
 
@@ -25,7 +26,6 @@ TOLERANCE = 1e-5
 FUZZ = int(os.environ.get("MAMBAKIT_FUZZ", "200"))
 OPERATORS = {"mamba1": ("mamba1_step_conv", "mamba1_step"), "mamba2": ("mamba2_step",), "mamba3": ("mamba3_step",)}
 MAMBA1 = step.MAMBA1_STEP.kernels["cpu"]
-FUSED = [name for name in MAMBAS if getattr(CONFIGS[name], "rotation", "complex") == "complex"]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def check_steps(block, x_bsd, cache, tolerance=TOLERANCE):
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", MAMBAS)
 def test_every_option(name, batch, ran):
     block = make_block(name, torch.float32)
     check_steps(block, tokens(block, batch, 3), random_cache(block, batch))
@@ -88,7 +88,7 @@ def test_an_epsilon_changed_by_hand(changed, ran):
         check(TOLERANCE, {"y": block(x_bsd, cache)[0]}, {"y": walk(wide(block), x_bsd.double(), wide(cache))["y"]})
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", MAMBAS)
 def test_many_steps_are_a_forward(name):
     block = make_block(name, torch.float32)
     x, cache = tokens(block, 2, 200), random_cache(block, 2)
@@ -97,7 +97,7 @@ def test_many_steps_are_a_forward(name):
     check(1e-5, walk(block, x, cache), {"y": y, **tensors_of(last)}, floor=1e-3)
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", MAMBAS)
 def test_a_call_with_one_token_is_a_step(name, ran):
     block = make_block(name, torch.float32)
     x, cache = tokens(block, 2, 1), random_cache(block, 2)
@@ -107,6 +107,53 @@ def test_a_call_with_one_token_is_a_step(name, ran):
     assert len(ran) == 2 * len(OPERATORS[name.split("-")[0]])
     assert torch.equal(y[:, 0], y_step)
     check(0, tensors_of(after), tensors_of(after_step))
+
+
+def check_restart(block, x_bsd, cache, reset_b, backend="auto"):
+    """A token, before which some rows start afresh: each as it is alone, whatever it carried."""
+    exact, rows = wide(block), []
+    for row, starts in enumerate(reset_b.tolist()):
+        entering = exact.fresh_cache(1) if starts else wide(of_row(cache, row))
+        rows.append(walk(exact, x_bsd[row : row + 1].double(), entering))
+    want = {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
+    # What is not read cannot spoil anything.
+    spoilt = [t.detach().clone() if isinstance(t, Tensor) else t for t in cache]
+    for tensor in filter(torch.is_tensor, spoilt):
+        tensor[reset_b] = math.nan
+    with torch.no_grad(), use_backend(backend):
+        y_bd, after = block.step(x_bsd[:, 0], type(cache)(*spoilt), reset_b=reset_b)
+    check(TOLERANCE, {"y": y_bd[:, None], **tensors_of(after)}, want, floor=1e-3)
+
+
+def of_row(cache, row):
+    return type(cache)(*(t[row : row + 1] if isinstance(t, Tensor) else t for t in cache))
+
+
+@pytest.mark.parametrize("flags", [(True, False, True, False, False), (False,) * 3, (True,), (True, True)], ids=str)
+@pytest.mark.parametrize("name", MAMBAS)
+def test_rows_that_start_afresh(name, flags, ran):
+    block, reset_b = make_block(name, torch.float32), torch.tensor(flags)
+    check_restart(block, tokens(block, len(flags), 1), random_cache(block, len(flags)), reset_b)
+    assert ran == list(OPERATORS[name.split("-")[0]])
+
+
+@pytest.mark.parametrize("name", ["mamba1", "mamba2-learned", "mamba3-mimo", "mamba3-learned"])
+def test_a_restart_by_any_way_is_the_same(name, ran):
+    """By flags of a whole number, in a compiled step, with gradients and in torch's operators."""
+    torch._dynamo.reset()
+    block = make_block(name, torch.float32)
+    x, cache, reset_b = tokens(block, 3, 1)[:, 0], random_cache(block, 3), torch.tensor([0, 1, 0])
+    with torch.no_grad():
+        y, after = block.step(x, cache, reset_b=reset_b)
+        compiled = torch.compile(block.step, fullgraph=True, backend="aot_eager")(x, cache, reset_b=reset_b.bool())
+        ran.clear()
+        plain = block(x[:, None], cache, reset_bs=reset_b[:, None], path=SsdPath(backend="torch"))
+    with_grad = block.step(x, cache, reset_b=reset_b)
+    assert not ran
+    with_grad[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in block.parameters())
+    for y_other, after_other in (compiled, (plain[0][:, 0], plain[1]), with_grad):
+        check(1e-5, {"y": y_other, **tensors_of(after_other)}, {"y": y, **tensors_of(after)}, floor=1e-3)
 
 
 # Random configs. A width of 4 is enough for a projection; all that counts comes after it.
@@ -143,12 +190,20 @@ def random_config(draw: random.Random):
             conv_bias=draw.random() < 0.7,
             bias=draw.random() < 0.3,
         )
+    quaternions = draw.random() < 0.3
     return Mamba3Config(
-        **{"d_model": 4, "expand": width / 4, "state_rank": r + r % 2, "per_head_dim": p, "ngroups": groups},
+        **{
+            "d_model": 4,
+            "expand": width / 4,
+            "state_rank": r + r % 2 if not quaternions else 8 * (r // 8 + 1),
+            "per_head_dim": p,
+            "ngroups": groups,
+        },
         **{"dt_limit": dt_limit, "learnable_init_states": learned},
         is_mimo=draw.random() < 0.6,
         mimo_rank=draw.randint(1, 9),
         rope_fraction=draw.choice((0.0, 0.5, 1.0)),
+        rotation="quaternion" if quaternions else "complex",
         rotation_range=draw.choice((1.0, 2.0)),
         a_activation=draw.choice(("heavy_tail", "softplus")),
         is_outproj_norm=draw.random() < 0.4,
@@ -166,8 +221,10 @@ def random_case(seed: int):
             parameter += 0.3 * torch.randn_like(parameter)
     cache = block.fresh_cache(batch)
     new = {name: torch.randn(shape) for name, shape in block.cache_shapes(batch).items()}
-    # Angles are what they are only in [-pi, pi], and nothing turns without any.
-    if "rotation" in new:
+    # Angles are what they are only in [-pi, pi], and nothing turns without any; a quaternion of any length is a turn.
+    if "rotation" in new and config.rotation == "quaternion" and config.rope_dim == 0:
+        new["rotation"] = cache.rotation
+    elif "rotation" in new and config.rotation == "complex":
         new["rotation"] = (2 * torch.rand_like(new["rotation"]) - 1) * math.pi * (config.rope_dim > 0)
     cache = cache if draw.random() < 0.2 else cache._replace(**new)
     return block, torch.randn(batch, 3, 4), cache
@@ -180,6 +237,7 @@ def test_random_blocks(start, ran):
         before = len(ran)
         try:
             check_steps(block, x, cache)
+            check_restart(block, x[:, :1], cache, torch.rand(len(x)) < 0.5)
         except AssertionError as failure:
             raise AssertionError(f"seed {seed}, {block.config}: {failure}") from None
         assert len(ran) > before, block.config
@@ -206,6 +264,7 @@ LARGE = {
     "mamba2": Mamba2Config(d_model=128, ngroups=2),
     "mamba3": Mamba3Config(d_model=128),
     "mamba3-mimo": Mamba3Config(d_model=128, is_mimo=True, mimo_rank=3),
+    "mamba3-quaternion": Mamba3Config(d_model=128, rotation="quaternion"),
 }
 
 
@@ -243,7 +302,7 @@ def fused(block, projected, cache) -> dict[str, Tensor]:
     return {**seen, **tensors_of(after)}
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", MAMBAS)
 def test_caches_are_never_written_into(name):
     block = make_block(name, torch.float32)
     cache = random_cache(block, 2)
@@ -392,7 +451,7 @@ def test_golden_updates(case):
         for t in range(steps):
             value, gate, size = (v[:, t].flatten(1)[:, own] for v in (x["in.x"], z, dt))
             bc = torch.cat([x[name][:, t].reshape(batch, groups, r)[:, g] for name in ("in.B", "in.C")], 1)
-            y, state = MAMBA1(torch.cat([value, gate], 1), value, size, bc, state, A_log, D.flatten()[own])
+            y, state = MAMBA1(torch.cat([value, gate], 1), value, size, bc, state, A_log, D.flatten()[own], None)
             outputs.append(y)
         states.append(state)
     y = torch.stack(outputs).unflatten(0, (groups, steps)).permute(2, 1, 0, 3)
@@ -428,7 +487,7 @@ def official_names(cache) -> dict[str, str]:
 # As torch operators.
 
 
-@pytest.mark.parametrize("name", ["mamba2-mlp", "mamba3-mimo", "mamba3"])
+@pytest.mark.parametrize("name", ["mamba2-mlp", "mamba3-mimo", "mamba3", "mamba3-quaternion"])
 @torch.no_grad()
 def test_opcheck(name):
     block = make_block(name, torch.float32)
@@ -441,8 +500,10 @@ def test_opcheck(name):
 def test_opcheck_of_mamba1():
     projected, window, state = torch.randn(2, 12), torch.randn(2, 6, 4), torch.randn(2, 6, 3)
     weight, bias, x = torch.randn(6, 1, 4), torch.randn(6), torch.randn(2, 6)
-    torch.library.opcheck(step.MAMBA1_STEP_CONV.operator, (projected, window, weight, bias, "cpu"))
-    rest = (torch.randn(2, 1 + 6), state, torch.randn(6, 3), bias)
+    torch.library.opcheck(
+        step.MAMBA1_STEP_CONV.operator, (projected, window, weight, bias, torch.tensor([True, False]), "cpu")
+    )
+    rest = (torch.randn(2, 1 + 6), state, torch.randn(6, 3), bias, None)
     torch.library.opcheck(step.MAMBA1_STEP.operator, (projected, x, x, *rest, "cpu"))
 
 

@@ -39,6 +39,9 @@ def calls() -> dict[str, list[tuple]]:
                 block = make_block(name, torch.float32)
                 for made in (block, *(quantize(block, bits) for bits in (16, 8, 4))):
                     made.step(tokens(block, 2, 1)[:, 0], random_cache(block, 2))
+            for name in ("mamba1", "mamba2-learned", "mamba3-burn"):
+                block, reset_b = make_block(name, torch.float32), torch.tensor([True, False])
+                block.step(tokens(block, 2, 1)[:, 0], random_cache(block, 2), reset_b=reset_b)
     finally:
         Kernel.__call__ = call
     return found

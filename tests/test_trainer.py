@@ -15,8 +15,9 @@ from mambakit.training.batches import Rows, encode
 from mambakit.training.lock import LOCK
 from mambakit.training.loop import Trainer
 from mambakit.training.objective import Objective, TokenLosses, bits_per_byte
-from mambakit.training.run import read_log, save, train
+from mambakit.training.run import read_log, train
 from mambakit.training.run_checkpoints import RunCheckpoints, Saved
+from mambakit.training.saving import Saving
 from mambakit.training.schedules import share_of_peak
 from mambakit.training.settings import TrainSettings
 from trainer_cases import Silent, losses, make_documents, make_model, make_tokenizer, make_trainer
@@ -300,7 +301,7 @@ def poison(trainer: Trainer, steps: dict[int, float]) -> None:
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Parameters and what the optimizers keep."""
-    kept = {f"{name} {key}": t for name, state in trainer.optimizers.state().items() for key, t in state.items()}
+    kept = {name: pieces.own[0] for name, pieces in trainer.optimizers.shares().items()}
     return {name: tensor.clone() for name, tensor in {**trainer.weights(), **kept}.items()}
 
 
@@ -485,7 +486,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     trainer = make_trainer()
     checkpoints = RunCheckpoints(tmp_path)
     trainer.advance()
-    save(trainer, checkpoints)
+    Saving(trainer, checkpoints).save()
     trainer.advance()
 
     def full(*_):
@@ -495,7 +496,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(
         OSError, match=r"step 2 could not be saved .*No space left.*the last checkpoint is that of step 1"
     ):
-        save(trainer, checkpoints)
+        Saving(trainer, checkpoints).save()
     assert os.listdir(tmp_path) == ["step-000000001"]
     assert checkpoints.newest().step == 1
 

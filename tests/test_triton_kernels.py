@@ -19,7 +19,7 @@ from mambakit.ops.operation import Kernel, TorchOperation
 from mambakit.ops.selective_scan import SELECTIVE_SCAN
 from mambakit.ops.ssd import SSD
 from oracles.ssd import core
-from test_kernel_step import walk, wide
+from test_kernel_step import check_restart, walk, wide
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the processes of test_triton_interpreter.py")
 PARTS = os.environ.get("MAMBAKIT_TRITON_PARTS") == "1"
@@ -88,6 +88,12 @@ def test_steps(name, monkeypatch):
         got = walk(block, x_bsd, cache)
     assert (f"{name.split('-')[0]}_step", "triton") in ran
     check(1e-5, got, walk(wide(block), x_bsd.double(), wide(cache)), floor=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mamba1", "mamba2-learned", "mamba3-mimo"])
+def test_rows_that_start_afresh(name):
+    block = make_block(name, torch.float32)
+    check_restart(block, tokens(block, 3, 1), random_cache(block, 3), torch.tensor([True, False, True]), "triton")
 
 
 def step_inputs(name: str) -> tuple[TorchOperation, list]:

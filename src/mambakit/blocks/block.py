@@ -48,6 +48,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
     """The module or parameter that meets the input first."""
     splits = False
     """Whether `run` knows of a `boundary()`: tokens may be shares of sequences that other ranks go on with."""
+    restarts = False
+    """Whether `run` takes rows that start afresh before the only token, and need not have their cache changed."""
     config: Config
 
     def __init__(self, config: Config | None = None, **fields: Any):
@@ -97,7 +99,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
     ) -> tuple[Tensor, Cache]:
         """The whole block on rows filled up on the right: `lengths_b` counts their tokens (None: all are).
 
-        `segments_bs` starts afresh at every new id; the cache belongs to the first token's.
+        `segments_bs` starts afresh at every new id; the cache belongs to the first token's. One that `restarts` takes a
+        sixth argument, `fresh_b`: rows that start afresh before the only token.
         """
 
     def forward(
@@ -133,12 +136,17 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
             if edge is not None:
                 length_b = torch.full((b,), s, device=x_bsd.device)
                 edge.learn(length_b, ids_bs, ids_bs[:, 0] > 0 if ids_bs is not None and s else None)
-            elif ids_bs is not None and s:
-                cache = self.restarted(cache, ids_bs[:, 0] > 0)
+            fresh: tuple[Tensor, ...] = ()
+            if edge is None and ids_bs is not None and s:
+                fresh_b = ids_bs[:, 0] > 0
+                if s == 1 and self.restarts:
+                    fresh = (fresh_b,)
+                else:
+                    cache = self.restarted(cache, fresh_b)
                 # The cache is now that of the first token, which may be all there is: an ordinary step.
                 ids_bs = None if s == 1 else ids_bs
             with path.around():
-                y_bsd, cache = self.run(x_bsd, cache, path.inside, ids_bs, None)
+                y_bsd, cache = self.run(x_bsd, cache, path.inside, ids_bs, None, *fresh)
             return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), cache
 
         if mask_bs is not None:

@@ -102,6 +102,7 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
     """
 
     config_class, cache_class, splits = Mamba1Config, Mamba1Cache, True
+    restarts = True
 
     def __init__(self, config: Mamba1Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -168,6 +169,7 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
+        fresh_b: Tensor | None = None,
     ) -> tuple[Tensor, Mamba1Cache]:
         if path != SsdPath():
             raise ValueError(f"Mamba-1 has one scan and takes no path but one that names a backend, got {path}")
@@ -175,9 +177,11 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         projected_bsX = self.in_proj(x_bsd)
         edge = boundary()
         if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
-            fused = self.fused_step(projected_bsX, cache)
+            fused = self.fused_step(projected_bsX, cache, fresh_b)
             if fused is not None:
                 return fused
+        if fresh_b is not None:
+            cache = self.restarted(cache, fresh_b)
         x_bsi, z_bsi = projected_bsX.chunk(2, dim=-1)
         (x_bsi,), window_bik = convolve_silu(
             self.conv1d, x_bsi, cache.conv_bik, [self.config.d_inner], segments_bs, lengths_b
@@ -218,18 +222,21 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
             parts = [rms_norm(part, eps=config.norm_eps) for part in parts]
         return torch.cat(parts, -1)
 
-    def fused_step(self, projected_bsX: Tensor, cache: Mamba1Cache) -> tuple[Tensor, Mamba1Cache] | None:
+    def fused_step(
+        self, projected_bsX: Tensor, cache: Mamba1Cache, fresh_b: Tensor | None = None
+    ) -> tuple[Tensor, Mamba1Cache] | None:
         """What `run` returns for one token, by kernels; None where they do not apply."""
         if not is_plain(self.conv1d, CausalConv1d) or MAMBA1_STEP.offer(cache.ssm_bir, self.A_log, self.D) is None:
             return None
         fields, projected_bX = step_fields(self), projected_bsX[:, 0]
-        convolved = take_step(MAMBA1_STEP_CONV, (projected_bX, cache.conv_bik), fields)
+        convolved = take_step(MAMBA1_STEP_CONV, (projected_bX, cache.conv_bik), fields, fresh_b)
         if convolved is None:
             return None
         x_bi, window_bik = convolved
         dt_b_c_bsX = self.norm_dt_b_c(self.x_proj(x_bi[:, None]))
         dt_bsi = self.dt_proj(dt_b_c_bsX[..., : self.config.dt_width])
-        scanned = take_step(MAMBA1_STEP, (projected_bX, x_bi, dt_bsi[:, 0], dt_b_c_bsX[:, 0], cache.ssm_bir), fields)
+        entering = (projected_bX, x_bi, dt_bsi[:, 0], dt_b_c_bsX[:, 0], cache.ssm_bir)
+        scanned = take_step(MAMBA1_STEP, entering, fields, fresh_b)
         if scanned is None:
             return None
         y_bi, state_bir = scanned

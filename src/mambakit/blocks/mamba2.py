@@ -153,6 +153,7 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
     """
 
     config_class, cache_class, splits = Mamba2Config, Mamba2Cache, True
+    restarts = True
 
     def __init__(self, config: Mamba2Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -224,15 +225,18 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
+        fresh_b: Tensor | None = None,
     ) -> tuple[Tensor, Mamba2Cache]:
         config = self.config
         width, mlp, gr = config.ssm_width, config.inner_width - config.ssm_width, config.ngroups * config.state_rank
         projected_bsX = self.multiply(self.in_proj(x_bsd))
         edge = boundary()
         if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
-            fused = self.fused_step(projected_bsX, cache)
+            fused = self.fused_step(projected_bsX, cache, fresh_b)
             if fused is not None:
                 return fused
+        if fresh_b is not None:
+            cache = self.restarted(cache, fresh_b)
         z_mlp, x_mlp, z_bsi, xbc_bsv, dt_bsh = projected_bsX.split(
             (mlp, mlp, width, config.conv_dim, config.nheads), dim=-1
         )
@@ -279,11 +283,14 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
         factors_X = torch.cat([projected_bsX.new_full((n,), factors[name], dtype=wide) for name, n in widths.items()])
         return cast(projected_bsX * factors_X, projected_bsX.dtype)
 
-    def fused_step(self, projected_bsX: Tensor, cache: Mamba2Cache) -> tuple[Tensor, Mamba2Cache] | None:
+    def fused_step(
+        self, projected_bsX: Tensor, cache: Mamba2Cache, fresh_b: Tensor | None = None
+    ) -> tuple[Tensor, Mamba2Cache] | None:
         """What `run` returns for one token, by a kernel; None where none applies."""
         if not is_plain(self.conv1d, CausalConv1d) or (self.config.rmsnorm and not is_plain(self.norm, GatedRMSNorm)):
             return None
-        stepped = take_step(MAMBA2_STEP, (projected_bsX[:, 0], *cache), step_fields(self))
+        start_hpr = self.init_states if self.config.learnable_init_states else None
+        stepped = take_step(MAMBA2_STEP, (projected_bsX[:, 0], *cache), step_fields(self), fresh_b, start_hpr)
         return None if stepped is None else (self.out_proj(stepped[0][:, None]), Mamba2Cache(*stepped[1:]))
 
     def gate(self, y_bsmi: Tensor, x_bsi: Tensor, z_bsi: Tensor) -> Tensor:

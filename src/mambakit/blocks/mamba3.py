@@ -193,6 +193,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
     """
 
     config_class, cache_class, splits = Mamba3Config, Mamba3Cache, True
+    restarts = True
 
     def __init__(self, config: Mamba3Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -298,6 +299,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         path: SsdPath,
         segments_bs: Tensor | None,
         lengths_b: Tensor | None,
+        fresh_b: Tensor | None = None,
     ) -> tuple[Tensor, Mamba3Cache]:
         edge, pieces = boundary(), self.pieces(x_bsd)
         if pieces > 1 and edge is None and segments_bs is None and lengths_b is None:
@@ -308,9 +310,11 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
             return torch.cat(y, 1), cache
         projected_bsX = self.in_proj(x_bsd)
         if edge is None and is_step(projected_bsX, segments_bs, lengths_b, self.parameters()):
-            fused = self.fused_step(projected_bsX, cache)
+            fused = self.fused_step(projected_bsX, cache, fresh_b)
             if fused is not None:
                 return fused
+        if fresh_b is not None:
+            cache = self.restarted(cache, fresh_b)
         token = self.describe(projected_bsX, lengths_b)
         # Only turns between tokens count: a share's own start from nothing, whatever those before it did.
         turned = cache.rotation if edge is None else self.no_rotation(len(x_bsd))
@@ -359,11 +363,14 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         most = max(PIECE // max(b * config.ranks * config.nheads * config.state_rank, 1), 1)
         return -(-s // most)
 
-    def fused_step(self, projected_bsX: Tensor, cache: Mamba3Cache) -> tuple[Tensor, Mamba3Cache] | None:
+    def fused_step(
+        self, projected_bsX: Tensor, cache: Mamba3Cache, fresh_b: Tensor | None = None
+    ) -> tuple[Tensor, Mamba3Cache] | None:
         """What `run` returns for one token, by a kernel; None where none applies."""
         if why_not_fused(self) is not None or not all(is_plain(norm, RMSNorm) for norm in norms_of(self)):
             return None
-        stepped = take_step(MAMBA3_STEP, (projected_bsX[:, 0], *cache[:4]), step_fields(self))
+        start_hpr = self.init_states if self.config.learnable_init_states else None
+        stepped = take_step(MAMBA3_STEP, (projected_bsX[:, 0], *cache[:4]), step_fields(self), fresh_b, start_hpr)
         if stepped is None:
             return None
         y_bi, *after = stepped
@@ -469,8 +476,6 @@ def norms_of(block: Mamba3) -> list[RMSNorm]:
 
 def why_not_fused(block: Mamba3) -> str | None:
     """What the fused step does not know."""
-    if block.config.rotation != "complex":
-        return "rotates by quaternions"
     return "has norms with different eps" if len({getattr(norm, "eps", None) for norm in norms_of(block)}) > 1 else None
 
 
@@ -478,7 +483,8 @@ def step_fields(block: Mamba3) -> dict[str, Tensor | float | None]:
     config = block.config
     return {
         **{"heads": config.nheads, "p": config.per_head_dim, "r": config.state_rank, "groups": config.ngroups},
-        **{"ranks": config.ranks, "angles": config.rope_dim // 2},
+        **{"ranks": config.ranks, "angles": config.rope_dim // (4 if config.rotation == "quaternion" else 2)},
+        "quaternions": config.rotation == "quaternion",
         **{"half": config.pairing == "half", "heavy_tail": config.a_activation == "heavy_tail"},
         **{"dt_bias": block.dt_bias, "B_norm": block.B_norm.weight, "C_norm": block.C_norm.weight},
         **{"B_bias": block.B_bias, "C_bias": block.C_bias, "D": block.D},

@@ -93,6 +93,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "evaluate_every": {"default": 250, "type": int, "help": "steps between evaluations"},
     "evaluate_bytes": {"default": 200_000, "type": int, "help": "held-out text of each but the last"},
     "save_every": {"default": 250, "type": int, "help": "steps between checkpoints"},
+    "async_checkpoints": {
+        "default": False,
+        "action": argparse.BooleanOptionalAction,
+        "help": "write checkpoints while the run goes on, from a copy; default: no",
+    },
     "skip_bad_steps": {"default": 0, "type": int, "help": "pass over so many steps with a loss or gradients like NaN"},
     "tensorboard": {
         "default": None,
@@ -100,7 +105,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "log to DIR/logs; default: where tensorboard is installed",
     },
 }
-CHANGEABLE = FREE | {"tensorboard", "merge"}
+CHANGEABLE = FREE | {"tensorboard", "merge", "async_checkpoints"}
 """Options that need not stay the same when a run is resumed."""
 
 

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> None:
     ranks = Ranks(args.parallel, args.device, args.context_parallel)
     try:
         with alone_in(out, ranks):
-            options, notes = resumed(out, given, data) if args.resume else (begun(out, given, data), [])
+            again = args.resume or (ranks.restarted and holds_run(out))
+            options, notes = resumed(out, given, data) if again else (begun(out, given, data), [])
             # All ranks have read what is there before the first one writes.
             ranks.gather(None)
             final, held_out = start(options, out, ranks, given, notes)
@@ -145,7 +146,7 @@ def start(
         much = f"{size:,} parameters" + (f", {trained:,} of them trained" if trained < size else "")
         for note in (*noted, *found.notes, *data.notes[:-1], f"{much}; {data.notes[-1]}"):
             watch.note(note)
-        keep = Keep(tokens, description, options["init"] or "", options["merge"])
+        keep = Keep(tokens, description, options["init"] or "", options["merge"], options["async_checkpoints"])
         return go_on(trainer, out, keep, watch), data.held_out
 
 

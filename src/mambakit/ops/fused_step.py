@@ -1,6 +1,9 @@
 """Decoding steps: everything between a block's two projections, for one token of every row.
 
 Kernels only, without gradients: where none takes a call, a block goes the way of any other length. They read float32.
+
+Rows of `reset`, where it is given, start afresh before the token: nothing that they carry is read, but `fresh_state` in
+the place of their state, where it is not zeros.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +17,11 @@ from mambakit.ops.operation import Outputs, TorchOperation
 
 
 def check_step(operation: TorchOperation, inputs: Sequence[Any], **axes: int) -> None:
-    """That all tensors are float32 and these have so many axes; sizes are for kernels to compare."""
+    """That all tensors but flags are float32 and these have so many axes; sizes are for kernels to compare."""
     for name, tensor in zip(operation.names[: operation.tensors], inputs, strict=False):
-        if tensor is not None and tensor.dtype != torch.float32:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {torch.float32}")
+        expected = torch.bool if name == "reset" else torch.float32
+        if tensor is not None and tensor.dtype != expected:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {expected}")
         if tensor is not None and tensor.dim() != axes.get(name, tensor.dim()):
             raise ValueError(f"{name} needs {axes[name]} axes, got shape {tuple(tensor.shape)}")
 
@@ -29,7 +33,7 @@ def like(*tensors: Tensor) -> list[tuple[Tensor, Sequence[int]]]:
 
 MAMBA1_STEP_CONV = TorchOperation(
     "mamba1_step_conv",
-    "Tensor projected, Tensor window, Tensor conv_weight, Tensor? conv_bias",
+    "Tensor projected, Tensor window, Tensor conv_weight, Tensor? conv_bias, Tensor? reset",
     lambda projected_bX, window_bik, *_: [(projected_bX, window_bik.shape[:2]), *like(window_bik)],
     check=lambda *inputs: check_step(MAMBA1_STEP_CONV, inputs, projected=2, window=3),
 )
@@ -37,7 +41,7 @@ MAMBA1_STEP_CONV = TorchOperation(
 
 MAMBA1_STEP = TorchOperation(
     "mamba1_step",
-    "Tensor projected, Tensor x, Tensor dt, Tensor dt_b_c, Tensor state, Tensor A_log, Tensor D",
+    "Tensor projected, Tensor x, Tensor dt, Tensor dt_b_c, Tensor state, Tensor A_log, Tensor D, Tensor? reset",
     lambda projected_bX, x_bi, dt_bi, dt_b_c_bX, state_bir, *_: like(x_bi, state_bir),
     check=lambda *inputs: check_step(MAMBA1_STEP, inputs, projected=2, x=2, dt=2, dt_b_c=2, state=3, A_log=2),
 )
@@ -53,8 +57,8 @@ def _mamba2_outputs(projected_bX: Tensor, window_bvk: Tensor, state_bhpr: Tensor
 MAMBA2_STEP = TorchOperation(
     "mamba2_step",
     "Tensor projected, Tensor window, Tensor state, Tensor conv_weight, Tensor? conv_bias, Tensor dt_bias, "
-    "Tensor A_log, Tensor D, Tensor? norm_weight, int norm_group, float norm_eps, float dt_low, float dt_high, "
-    "bool norm_before_gate",
+    "Tensor A_log, Tensor D, Tensor? norm_weight, Tensor? reset, Tensor? fresh_state, int norm_group, float norm_eps, "
+    "float dt_low, float dt_high, bool norm_before_gate",
     _mamba2_outputs,
     check=lambda *inputs: check_step(MAMBA2_STEP, inputs, projected=2, window=3, state=4),
 )
@@ -64,22 +68,30 @@ MAMBA3_STEP = TorchOperation(
     "mamba3_step",
     "Tensor projected, Tensor state, Tensor k_state, Tensor v_state, Tensor angle, Tensor dt_bias, Tensor B_norm, "
     "Tensor C_norm, Tensor B_bias, Tensor C_bias, Tensor? mimo_x, Tensor? mimo_z, Tensor? mimo_o, Tensor D, "
-    "Tensor? norm_weight, int angles, bool half, bool heavy_tail, float norm_eps, float dt_low, float dt_high, "
-    "float a_floor, float rotation_range",
+    "Tensor? norm_weight, Tensor? reset, Tensor? fresh_state, int angles, bool quaternions, bool half, "
+    "bool heavy_tail, float norm_eps, float dt_low, float dt_high, float a_floor, float rotation_range",
     lambda projected_bX, state_bhpr, k_state_bmhr, v_state_bhp, *rest: [
         (projected_bX, (state_bhpr.shape[0], state_bhpr.shape[1] * state_bhpr.shape[2])),
         *like(state_bhpr, k_state_bmhr, v_state_bhp, rest[0]),
     ],
-    check=lambda *inputs: check_step(MAMBA3_STEP, inputs, projected=2, state=4, k_state=4, v_state=3, angle=3),
+    check=lambda *inputs: check_step(MAMBA3_STEP, inputs, projected=2, state=4, k_state=4, v_state=3),
 )
-"""Outputs, state, the last B, the last x and the angle. `angles` pairs rotate, by `half` or as neighbours."""
+"""Outputs, state, the last B, the last x and the angle. `angles` pairs rotate, by `half` or as neighbours; with
+`quaternions`, so many blocks of four."""
 
 
-def take_step(operation: TorchOperation, entering: Sequence[Tensor], fields: Mapping[str, Any]) -> list[Tensor] | None:
+def take_step(
+    operation: TorchOperation,
+    entering: Sequence[Tensor],
+    fields: Mapping[str, Any],
+    reset_b: Tensor | None = None,
+    fresh_state: Tensor | None = None,
+) -> list[Tensor] | None:
     """`operation` on what enters a step and, by name, what else it reads; None where no kernel takes it."""
+    fields = {**fields, "reset": reset_b, "fresh_state": None if reset_b is None else fresh_state}
     inputs = [*entering, *(fields[name] for name in operation.names[len(entering) :])]
     for tensor in inputs[: operation.tensors]:
-        if tensor is not None and tensor.dtype != torch.float32:
+        if tensor is not None and tensor is not reset_b and tensor.dtype != torch.float32:
             return None
     kernel = operation.offer(*inputs[: operation.tensors])
     return None if kernel is None else kernel(*inputs)

@@ -13,14 +13,17 @@ from mambakit.blocks import caches
 from mambakit.models.language_model import LanguageModel
 from mambakit.models.lora import adapters, wrap
 from mambakit.parallel.context import whole_sequences
+from mambakit.parallel.parts import share_of_cache, whole_cache
+from mambakit.parallel.pieces import Pieces
 from mambakit.training.batches import Rows
 from mambakit.training.examples import HeldOutAnswers, Packed
 from mambakit.training.objective import Objective, bits_per_byte
 from mambakit.training.optimizers import Optimizers
-from mambakit.training.processes import Ranks, share_of, whole
-from mambakit.training.run_checkpoints import Saved
+from mambakit.training.processes import Ranks
+from mambakit.training.run_checkpoints import Part, Saved
 from mambakit.training.schedules import share_of_peak
 from mambakit.training.settings import FREE, TrainSettings
+from mambakit.training.shares import MODEL, OPTIMIZERS, Whole, gathered
 
 SHOWN = 8
 """So many names in a message, of more only how many."""
@@ -101,6 +104,8 @@ class Trainer:
         starts = range(self.ranks.replica * own, (self.ranks.replica + 1) * own, part)
         self._parts = [slice(start, start + part) for start in starts]
         self._carried: list[Any] = [None] * settings.accumulate
+        self._sharing = self.ranks.world // self.ranks.replicas
+        """So many ranks have the same rows, one after the other."""
 
     def advance(self) -> Step:
         """One step on the next rows.
@@ -176,24 +181,56 @@ class Trainer:
         with self._autocast(), whole_sequences():
             return held_out.evaluate(self.model)
 
-    def saved(self) -> Saved:
+    def saved(self, *, copied: bool = False) -> Saved:
         """The run as it stands, the same for any number of ranks. Every rank has to ask.
 
-        Tensors share the run's memory, as those of `state_dict()` do: write or copy them before the next step.
+        Tensors share the run's memory, as those of `state_dict()` do, unless they are to be copied: write or copy them
+        before the next step.
         """
-        carried = None
-        if self._carried[0] is not None:
-            own = caches.to(caches.concat(self._carried), "cpu")
-            # Ranks that share rows carry the same.
-            carried = caches.concat(self.ranks.gather(own)[:: self.ranks.context])
+        own = self._own_carried()
+        # Ranks that share rows carry the same.
+        carried = None if own is None else caches.concat(self.ranks.gather(own)[:: self._sharing])
+        tensors = gathered(self.shares(), self.ranks)
+        if copied:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         state = {
+            **self._facts(),
+            "model": {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)},
+            "optimizers": _by_label(tensors),
+        }
+        return Saved(self.step, state, carried)
+
+    def part(self, *, copied: bool = False) -> Part:
+        """What this rank writes of a checkpoint. Tensors share the run's memory, unless they are to be copied."""
+        shares = self.shares()
+        if copied:
+            shares = {
+                n: pieces._replace(own=tuple(o.detach().clone() for o in pieces.own)) for n, pieces in shares.items()
+            }
+        carried = self._own_carried()
+        carried = carried if self.ranks.rank % self._sharing == 0 else None
+        return Part(self.step, self._facts(), shares, carried, (self.ranks.replica, self.ranks.replicas))
+
+    def _own_carried(self) -> Any:
+        """Of this rank's rows, with all heads."""
+        if self._carried[0] is None:
+            return None
+        return caches.to(whole_cache(self.model, caches.concat(self._carried)), "cpu")
+
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors of the model and the optimizers."""
+        return {
             "settings": asdict(self.settings),
-            "model": self.weights(),
-            "optimizers": self.optimizers.state(),
+            "config": self.model.config.to_dict(),
             "random": _random_state(),
             "skipped": self.skipped,
         }
-        return Saved(self.step, state, carried)
+
+    def shares(self) -> dict[str, Pieces]:
+        """What this rank has of the trained parameters and of the optimizers' states, in place."""
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        weights = {MODEL + name: pieces for name, pieces in self.optimizers.layout.pieces(named).items()}
+        return weights | {OPTIMIZERS + name: pieces for name, pieces in self.optimizers.shares().items()}
 
     def restore(self, saved: Saved) -> None:
         """Go on from `saved`; ValueError if it was made under other settings, or is beyond the last step."""
@@ -203,27 +240,28 @@ class Trainer:
         for name, value in asdict(self.settings).items():
             if name not in FREE and made[name] != value:
                 raise ValueError(f"the run was made with {name} = {made[name]!r}, not {value!r}")
-        weights, own = saved.state["model"], {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        shapes = [{name: tensor.shape for name, tensor in named.items()} for named in (weights, own)]
-        differing = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
+        source = saved.shares or Whole(_flat(saved.state))
+        shapes = source.shapes()
+        own = {name: pieces.shape for name, pieces in self.shares().items() if name.startswith(MODEL)}
+        differing = {n for n, _ in {n: s for n, s in shapes.items() if n.startswith(MODEL)}.items() ^ own.items()}
         if differing:
-            raise ValueError(f"the checkpoint is of another model: {_some(sorted(differing))}")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(share_of(weights[name], parameter))
-        self.optimizers.restore(saved.state["optimizers"])
+            names = sorted(name.removeprefix(MODEL) for name in differing)
+            raise ValueError(f"the checkpoint is of another model: {_some(names)}")
+        kept = {n.removeprefix(OPTIMIZERS): shape for n, shape in shapes.items() if n.startswith(OPTIMIZERS)}
+        self.optimizers.fresh(kept)
+        source.fill(self.shares())
         _restore_random_state(saved.state["random"])
         self._carried = [None] * len(self._parts)
         if saved.carried is not None:
-            everyone = caches.to(saved.carried, self.ranks.device)
+            everyone = share_of_cache(self.model, caches.to(saved.carried, self.ranks.device))
             self._carried = [caches.select(everyone, range(rows.start, rows.stop)) for rows in self._parts]
         # Not in checkpoints from before steps could be skipped.
         self.step, self.skipped = saved.step, saved.state.get("skipped", 0)
 
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
         """Whole parameters by name, on the CPU: those that are trained, or all. Every rank has to ask."""
-        named = self.model.named_parameters()
-        return {name: whole(p.detach()).cpu() for name, p in named if p.requires_grad or frozen}
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad or frozen}
+        return gathered(self.optimizers.layout.pieces(named), self.ranks)
 
     def whole_model(self) -> LanguageModel:
         """A model of its own with all parameters, adapters too, on the CPU. Every rank has to ask."""
@@ -241,6 +279,23 @@ class Trainer:
         return torch.autocast(
             self.ranks.device.type, torch.bfloat16, enabled=self.settings.autocast is not None, cache_enabled=False
         )
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a whole checkpoint by the names that they have in one of shares."""
+    momenta = {f"{label}/{kind}": t for label, kinds in state["optimizers"].items() for kind, t in kinds.items()}
+    parts = (MODEL, state["model"]), (OPTIMIZERS, momenta)
+    return {prefix + name: tensor for prefix, named in parts for name, tensor in named.items()}
+
+
+def _by_label(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The other way."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(OPTIMIZERS):
+            label, _, kind = name.removeprefix(OPTIMIZERS).rpartition("/")
+            found.setdefault(label, {})[kind] = tensor
+    return found
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,124 +1,161 @@
 """AdamW, or Muon for the maps that projections consist of and AdamW for the rest; the same over any number of ranks."""
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from mambakit.blocks.param_groups import hand_over, maps_of, param_groups
+from mambakit.blocks.param_groups import maps_of, param_groups
 from mambakit.models.language_model import LanguageModel
-from mambakit.training.processes import Ranks, share_of, total_norm, whole
+from mambakit.parallel.pieces import Box, Layout, Pieces
+from mambakit.training.muon import Map, Muon
+from mambakit.training.processes import Ranks
 from mambakit.training.settings import TrainSettings
 
 BETAS = (0.9, 0.95)
 
 
+class Place(NamedTuple):
+    """Rows of a weight that are stepped on by themselves."""
+
+    weight: str
+    first: int
+    rows: int
+
+
 class Optimizers:
     """Steps on all of a model's parameters, which it spreads over the ranks first.
 
-    Muon needs whole matrices. Where ranks have shares of them, each steps on a whole copy and takes its share back.
+    What is stepped on, and every state, is what a rank has of it: ordinary tensors that share the parameters' memory.
     """
 
     def __init__(self, model: LanguageModel, settings: TrainSettings, ranks: Ranks):
         muon = settings.optimizer == "muon"
         groups = param_groups(model, weight_decay=settings.weight_decay, muon=muon, hooks=False)
-        for_muon = {p for group in groups for p in group["params"] if group["optimizer"] == "muon"}
         labels: dict[Tensor, str] = {}
-        self._leaves: dict[str, list[nn.Parameter]] = {}
-        """By the name of a weight, what is stepped on in its place."""
+        self._places: dict[str, Place] = {}
+        """By label, which is the same however the model lies on the ranks."""
         for name, weight in model.named_parameters():
-            labels[weight] = name
-            if leaves := maps_of(weight):
-                labels |= {leaf: f"{name}[{part}]" for part, leaf in leaves.items()}
-                self._leaves[name] = list(leaves.values())
-            elif ranks.parallel == "fsdp" and weight in for_muon:
-                self._leaves[name] = [weight]
+            maps, first = maps_of(weight), 0
+            for part, leaf in maps.items():
+                labels[leaf] = f"{name}[{part}]"
+                self._places[labels[leaf]] = Place(name, first, len(leaf))
+                first += len(leaf)
+            if not maps:
+                labels[weight] = name
+                self._places[name] = Place(name, 0, len(weight) if weight.dim() else 0)
         ranks.shard(model)
-        self._weights = dict(model.named_parameters())
-        self._sharded = ranks.parallel == "fsdp"
-        in_place = {leaf for leaves in self._leaves.values() for leaf in leaves}
-        self._stepped: dict[str, nn.Parameter] = {}
-        """By label, what optimizers step on: labels are the same however the model lies on the ranks."""
-        for group in groups:
-            own = {labels[p]: p if p in in_place else self._weights[labels[p]] for p in group["params"]}
-            self._stepped |= own
-            group["params"] = list(own.values())
-        muons = [group for group in groups if group.pop("optimizer") == "muon"]
-        adamws = [group for group in groups if group not in muons]
-        self._optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamws, lr=settings.lr, betas=BETAS)]
-        if muons:
-            self._optimizers.append(torch.optim.Muon(muons, lr=settings.lr))
+        self._ranks, self._weights, self.layout = ranks, dict(model.named_parameters()), Layout(model)
+        stepped = [[labels[parameter] for parameter in group.pop("params")] for group in groups]
+        self._places = {label: self._places[label] for group in stepped for label in group}
+        whole = self.layout.pieces({name: weight for name, weight in self._weights.items() if weight.requires_grad})
+        self._parts = {
+            label: pieces._replace(own=tuple(nn.Parameter(own) for own in pieces.own))
+            for label, pieces in ((label, self._pieces(label, whole)) for label in self._places)
+        }
+        """By label, what optimizers step on."""
+        self._boxes = ranks.gather({label: pieces.boxes for label, pieces in self._parts.items()})
+        """Of every rank."""
+        adamws, self._optimizers = [], []
+        for group, own in zip(groups, stepped, strict=True):
+            if group.pop("optimizer") == "muon":
+                self._optimizers.append(Muon([self._map(label) for label in own], group, settings.lr, *self._who))
+            else:
+                adamws.append({**group, "params": [part for label in own for part in self._parts[label].own]})
+        self._optimizers.insert(0, torch.optim.AdamW(adamws, lr=settings.lr, betas=BETAS))
+
+    @property
+    def _who(self) -> tuple[int, int]:
+        return self._ranks.rank, self._ranks.world
+
+    def _pieces(self, label: str, whole: dict[str, Pieces]) -> Pieces:
+        weight, first, rows = self._places[label]
+        return whole[weight].rows(first, rows) if whole[weight].shape else whole[weight]
+
+    def _map(self, label: str) -> Map:
+        rows, columns = self._parts[label].shape
+        return Map((rows, columns), list(self._parts[label].own), [boxes[label] for boxes in self._boxes])
 
     def collect(self) -> float:
         """Bring the gradients to what is stepped on; the norm of all of them, the same on every rank."""
-        for name, leaves in self._leaves.items():
-            grad = self._weights[name].grad
-            assert grad is not None, f"{name} has no gradient"
-            hand_over(whole(grad), leaves)
-            self._weights[name].grad = None
-        return float(total_norm(list(self._gradients().values())))
+        grads = {}
+        for name, weight in self._weights.items():
+            if weight.requires_grad:
+                assert weight.grad is not None, f"{name} has no gradient"
+                grads[name], weight.grad = weight.grad, None
+        whole = self.layout.pieces(grads)
+        counted = []
+        for label, parts in self._parts.items():
+            pieces = self._pieces(label, whole)
+            for part, box, grad in zip(parts.own, pieces.boxes, pieces.own, strict=True):
+                part.grad = grad
+                if self._is_first_with(label, box):
+                    counted.append(grad)
+        norm = float(nn.utils.get_total_norm(counted)) if counted else 0.0
+        return norm if self._ranks.world == 1 else math.sqrt(self._ranks.sums(norm**2)[0])
+
+    def _is_first_with(self, label: str, box: Box) -> bool:
+        """Of several ranks that have the same numbers, the one that counts them."""
+        return not any(box in boxes[label] for boxes in self._boxes[: self._ranks.rank])
 
     def step(self, lr: float, shrink: float = 1.0) -> None:
         """One step along the collected gradients times `shrink`."""
         if shrink != 1.0:
-            for grad in self._gradients().values():
+            for grad in self._gradients():
                 grad.mul_(shrink)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-        self._give_back()
 
     def clear(self) -> None:
         """Forget all gradients, collected or not."""
-        for parameter in (*self._weights.values(), *self._stepped.values()):
+        for parameter in (*self._weights.values(), *(part for pieces in self._parts.values() for part in pieces.own)):
             parameter.grad = None
 
     def not_finite(self) -> list[str]:
         """Labels of collected gradients that are no finite numbers in this rank's share."""
-        found = {
-            label: grad.to_local() if isinstance(grad, DTensor) else grad for label, grad in self._gradients().items()
-        }
-        return [label for label, grad in found.items() if not bool(torch.isfinite(grad).all())]
+        grads = {label: [p.grad for p in parts.own if p.grad is not None] for label, parts in self._parts.items()}
+        return [label for label, own in grads.items() if not all(bool(torch.isfinite(g).all()) for g in own)]
 
-    def _gradients(self) -> dict[str, Tensor]:
-        return {label: p.grad for label, p in self._stepped.items() if p.grad is not None}
+    def _gradients(self) -> list[Tensor]:
+        return [part.grad for pieces in self._parts.values() for part in pieces.own if part.grad is not None]
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Momenta and counts by label, whole. Every rank has to ask."""
+    def shares(self) -> dict[str, Pieces]:
+        """Momenta and counts of steps by label and kind: what this rank has of them, in place."""
         found = {}
-        for label, parameter in self._stepped.items():
-            state = next((o.state[parameter] for o in self._optimizers if parameter in o.state), {})
-            found[label] = {key: whole(value).cpu() for key, value in state.items()}
+        for label, parts in self._parts.items():
+            states = [next((o.state[part] for o in self._optimizers if part in o.state), {}) for part in parts.own]
+            for kind in dict.fromkeys(kind for state in states for kind in state):
+                found[f"{label}/{kind}"] = _laid_out(parts, [state[kind] for state in states])
         return found
 
-    def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """What `state` gave, on whatever ranks; the model's parameters have to be restored before."""
-        if state.keys() != self._stepped.keys():
-            differing = ", ".join(sorted(state.keys() ^ self._stepped.keys())[:5])
+    def fresh(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Pieces]:
+        """What `shares` is of states with these names and whole shapes, which are to be filled."""
+        kinds: dict[str, dict[str, Sequence[int]]] = {}
+        for name, shape in shapes.items():
+            label, _, kind = name.rpartition("/")
+            kinds.setdefault(label, {})[kind] = shape
+        if kinds and kinds.keys() != self._parts.keys():
+            differing = ", ".join(sorted(kinds.keys() ^ self._parts.keys())[:5])
             raise ValueError(f"the checkpoint's optimizer does not belong to this model: {differing}")
         for optimizer in self._optimizers:
-            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                label = next(name for name, p in self._stepped.items() if p is parameter)
-                optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in state[label].items()}
-        if self._sharded:
-            with torch.no_grad():
-                for name, leaves in self._leaves.items():
-                    full = whole(self._weights[name].detach())
-                    for leaf, part in zip(leaves, full.split([len(leaf) for leaf in leaves]), strict=True):
-                        leaf.copy_(part)
-
-    def _give_back(self) -> None:
-        """Leaves share their weights' memory, except where a rank has only a share of the weight."""
-        if not self._sharded:
-            return
-        with torch.no_grad():
-            for name, leaves in self._leaves.items():
-                weight = self._weights[name]
-                weight.copy_(share_of(torch.cat([leaf.detach() for leaf in leaves]), weight))
+            optimizer.state.clear()
+            stepped = {part for group in optimizer.param_groups for part in group["params"]}
+            for label, shape_of in kinds.items():
+                for part in (part for part in self._parts[label].own if part in stepped):
+                    # Counts of steps are numbers that stay on the CPU.
+                    optimizer.state[part] = {
+                        kind: torch.zeros_like(part, requires_grad=False) if len(shape) else torch.tensor(0.0)
+                        for kind, shape in shape_of.items()
+                    }
+        return self.shares()
 
 
-def _placed(value: Tensor, parameter: Any) -> Tensor:
-    """A copy, since steps are taken in place. Counts of steps are numbers that stay on the CPU."""
-    return (share_of(value, parameter) if value.shape == parameter.shape else value).clone()
+def _laid_out(parts: Pieces, states: list[Tensor]) -> Pieces:
+    """States lie as what they belong to, and counts of steps are the same for all of its parts."""
+    if states[0].dim():
+        return parts._replace(own=tuple(states))
+    return Pieces((), (Box((), ()),) * len(states), tuple(states))

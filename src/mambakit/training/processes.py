@@ -1,23 +1,29 @@
 """The processes of a run: who they are, what they share, and how the model lies on them."""
 
 import os
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # public in its docs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mambakit.arguments import find_device
 from mambakit.models.language_model import LanguageModel
 from mambakit.parallel.context import context_parallel
+from mambakit.training.alive import Alive, attempt
 from mambakit.training.settings import PARALLEL
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -44,15 +50,32 @@ class Ranks:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
+        self._aside: Any = None
+        self._alive: Alive | None = None
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            # After a restart, torchrun's store has the addresses of dead ranks under the same names.
+            store = PrefixStore(f"mambakit/{attempt()}", next(rendezvous("env://"))[0])
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+            self._alive = Alive(self.rank, self.world)
 
     @property
     def is_first(self) -> bool:
         """The one that writes and prints."""
         return self.rank == 0
 
+    @property
+    def restarted(self) -> bool:
+        """Whether `torchrun --max-restarts` has started this again, after a rank had died."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
     def close(self) -> None:
+        """Where an error is on its way, the others are told."""
+        if self._alive is not None:
+            error = sys.exc_info()[1]
+            if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
+                self._alive.wait()
+            self._alive.leave(failed=isinstance(error, Exception))
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -71,6 +94,29 @@ class Ranks:
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value)
         return found
+
+    def aside(self) -> Any:
+        """A group of all ranks for what a thread does beside the run, on the CPU."""
+        if self._aside is None and self.world > 1:
+            self._aside = dist.new_group(backend="gloo")
+        return self._aside
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """What each rank's work gives, in their order, on all of them, by the group `aside`.
+
+        If it fails on one by an OSError or a ValueError, it fails on every rank.
+        """
+        found, problem = None, None
+        try:
+            found = work()
+        except (OSError, ValueError) as error:
+            problem = error
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, (found, problem), group=self.aside())
+        for _, failure in everyone:
+            if failure is not None:
+                raise failure
+        return [each for each, _ in everyone]
 
     def share(self, value: Any) -> Any:
         """What the first rank has."""
@@ -118,20 +164,3 @@ class Ranks:
 def whole(tensor: Tensor) -> Tensor:
     """A parameter, gradient or state with all ranks' shares. Every rank has to ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def share_of(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of `full`, laid out as `like`."""
-    full = full.to(like.device)
-    if not isinstance(like, DTensor):
-        return full
-    # No source rank: each cuts its own out of what it has.
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients as one vector, the same on every rank."""
-    shared = [grad for grad in gradients if isinstance(grad, DTensor)]
-    plain = [grad for grad in gradients if not isinstance(grad, DTensor)]
-    norms = [whole(nn.utils.get_total_norm(kind)) for kind in (shared, plain) if kind]
-    return torch.linalg.vector_norm(torch.stack(norms))

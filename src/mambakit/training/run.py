@@ -20,6 +20,7 @@ from mambakit.text.tokens import Tokens, copy_description
 from mambakit.training.lock import alone_in
 from mambakit.training.loop import Step, Trainer
 from mambakit.training.run_checkpoints import RunCheckpoints, Saved
+from mambakit.training.saving import Saving, on_failure
 from mambakit.training.schedules import share_of_peak
 from mambakit.training.settings import TrainSettings
 
@@ -36,6 +37,8 @@ class Keep(NamedTuple):
     """The model that an adapter is for."""
     merged: bool = True
     """With an adapter, the model that has it in its weights too."""
+    aside: bool = False
+    """Checkpoints are written while the run goes on."""
 
 
 class Watch(Protocol):
@@ -113,6 +116,7 @@ def go_on(trainer: Trainer, folder: Path, keep: Tokens | Keep, watch: Watch) -> 
     keep = keep if isinstance(keep, Keep) else Keep(keep)
     checkpoints = RunCheckpoints(folder / CHECKPOINTS)
     resume(trainer, checkpoints, watch)
+    saving = Saving(trainer, checkpoints, keep.aside)
     first = trainer.ranks.is_first
     with on_failure(f"{folder / LOG} could not be written", checkpoints):
         log = Log(folder / LOG, trainer.step) if first else None
@@ -143,12 +147,14 @@ def go_on(trainer: Trainer, folder: Path, keep: Tokens | Keep, watch: Watch) -> 
                         write(log, step=step.number, **{trainer.held_out.measure: final})
                         watch.evaluation(step.number, final)
                 if is_last or step.stop or step.number % settings.save_every == 0:
-                    save(trainer, checkpoints)
+                    saving.save()
                 if step.stop and not is_last:
+                    saving.wait()
                     export(trainer, folder, keep, checkpoints)
                     if first:
                         watch.note(f"stopped after step {step.number}; saved, --resume goes on from there")
                     raise KeyboardInterrupt
+        saving.wait()
         export(trainer, folder, keep, checkpoints)
     finally:
         if log:
@@ -160,7 +166,7 @@ def resume(trainer: Trainer, checkpoints: RunCheckpoints, watch: Watch) -> None:
     """Go on from the newest whole checkpoint, if there is one."""
     if trainer.ranks.is_first:
         checkpoints.clear_unfinished()
-    saved = checkpoints.newest()
+    saved = checkpoints.newest(trainer.ranks)
     if trainer.ranks.is_first:
         for note in checkpoints.notes:
             watch.note(note)
@@ -185,32 +191,6 @@ def changed_schedule(saved: Saved, settings: TrainSettings) -> str | None:
         f"{before:.3g} to {after:.3g}. The {saved.step} steps before followed that of {made.steps}, so the end is not "
         f"that of a run of {settings.steps} from its start, which --schedule constant would give"
     )
-
-
-def save(trainer: Trainer, checkpoints: RunCheckpoints) -> None:
-    """A checkpoint by the first rank. If that fails, it fails on every rank."""
-    saved = trainer.saved()
-    problem = None
-    if trainer.ranks.is_first:
-        try:
-            checkpoints.save(saved)
-        except OSError as error:
-            problem = error
-    problem = trainer.ranks.share(problem)
-    with on_failure(f"step {saved.step} could not be saved in {checkpoints.folder}", checkpoints):
-        if problem is not None:
-            raise problem
-
-
-@contextmanager
-def on_failure(told: str, checkpoints: RunCheckpoints) -> Iterator[None]:
-    """Make an OSError say what could not be done and which checkpoint is there."""
-    try:
-        yield
-    except OSError as error:
-        known = checkpoints.steps()
-        last = f"the last checkpoint is that of step {known[-1]}" if known else "there is no checkpoint yet"
-        raise OSError(f"{told}: {error}; {last}") from error
 
 
 def export(trainer: Trainer, folder: Path, keep: Keep, checkpoints: RunCheckpoints) -> None:

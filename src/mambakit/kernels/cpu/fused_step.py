@@ -54,7 +54,7 @@ def mamba1_step_conv(*inputs: Any) -> list[Tensor]:
     x = by_name(MAMBA1_STEP_CONV, inputs)
     window = x["window"]
     b, i, k = window.shape
-    check_numel(x, projected=b * 2 * i, conv_weight=i * k, conv_bias=i)
+    check_numel(x, projected=b * 2 * i, conv_weight=i * k, conv_bias=i, reset=b)
     x_bi, window_out = window.new_empty(b, i), *like(window)
     step = filled(Mamba1Step, x, channels=i, k=k)
     windows = {"window_in": pointer(window), "window_out": pointer(window_out)}
@@ -67,7 +67,8 @@ def mamba1_step_scan(*inputs: Any) -> list[Tensor]:
     state = x["state"]
     b, i, r = state.shape
     dt_rank = x["dt_b_c"].shape[1] - 2 * r
-    check_numel(x, projected=b * 2 * i, x=b * i, dt=b * i, A_log=i * r, D=i, dt_b_c=b * (max(dt_rank, 0) + 2 * r))
+    bc = b * (max(dt_rank, 0) + 2 * r)
+    check_numel(x, projected=b * 2 * i, x=b * i, dt=b * i, A_log=i * r, D=i, dt_b_c=bc, reset=b)
     y_bi, state_out = like(x["x"], state)
     step = filled(Mamba1Step, x, channels=i, r=r)
     states = {"state_in": pointer(state), "state_out": pointer(state_out)}
@@ -92,6 +93,8 @@ def mamba2_step(*inputs: Any) -> list[Tensor]:
         A_log=h,
         D=h * p if D_per_channel else h,
         norm_weight=h * p,
+        reset=b,
+        fresh_state=h * p * r,
     )
     if norm_group < 1 or h * p % norm_group or groups < 1 or h % groups or r < 1 or mlp < 0:
         raise ValueError(f"{h} heads of {p} channels do not fit {groups} groups or a norm over {norm_group} channels")
@@ -108,6 +111,8 @@ def mamba2_step(*inputs: Any) -> list[Tensor]:
             state_in=pointer(state),
             state_out=state_out,
             out=y_out,
+            reset=pointer(x["reset"]),
+            fresh_state=pointer(x["fresh_state"]),
         )
     )
     return out
@@ -117,16 +122,17 @@ def mamba3_step(*inputs: Any) -> list[Tensor]:
     x = by_name(MAMBA3_STEP, inputs)
     projected, angles = x["projected"], x["angles"]
     before = [x[name] for name in ("state", "k_state", "v_state", "angle")]
-    (b, h, p, r), m, kept = before[0].shape, before[1].shape[1], before[3].shape[2]
-    groups = (projected.shape[1] - 2 * h * p - 3 * h - kept) // max(2 * m * r, 1)
-    if groups < 1 or h % groups or not 0 <= 2 * angles <= r or m * r < 1:
+    (b, h, p, r), m, kept = before[0].shape, before[1].shape[1], max(angles, 1)
+    # A quaternion keeps four numbers and comes from three, for each head its own.
+    turns, kept, size = (3 * h * kept, 4 * kept, 4) if x["quaternions"] else (kept, kept, 2)
+    groups = (projected.shape[1] - 2 * h * p - 3 * h - turns) // max(2 * m * r, 1)
+    if groups < 1 or h % groups or not 0 <= size * angles <= r or m * r < 1:
         raise ValueError(f"{h} heads with states of {r} do not fit {groups} groups or {angles} angles")
     check_numel(
         x,
-        projected=b * (2 * h * p + 2 * m * groups * r + 3 * h + kept),
-        k_state=b * m * h * r,
-        v_state=b * h * p,
-        angle=b * h * max(angles, 1),
+        projected=b * (2 * h * p + 2 * m * groups * r + 3 * h + turns),
+        **{"k_state": b * m * h * r, "v_state": b * h * p, "angle": b * h * kept, "reset": b},
+        fresh_state=h * p * r,
         **{"dt_bias": h, "D": h, "B_norm": r, "C_norm": r, "B_bias": h * m * r, "C_bias": h * m * r},
         **{"mimo_x": h * m * p, "mimo_z": h * m * p, "mimo_o": h * m * p, "norm_weight": h * p},
     )
@@ -139,6 +145,8 @@ def mamba3_step(*inputs: Any) -> list[Tensor]:
             before=Mamba3Carried(*map(pointer, before)),
             after=Mamba3Carried(*map(pointer, after)),
             out=pointer(y_bi),
+            reset=pointer(x["reset"]),
+            fresh_state=pointer(x["fresh_state"]),
         )
     )
     return [y_bi, *after]

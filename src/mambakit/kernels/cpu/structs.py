@@ -61,18 +61,22 @@ SsdBackward{Ssd inputs; Sequence d_y_bsmhp; pointer d_last_bhpr, d_v_bsmhp, d_b_
   d_w_now_bsh, d_w_later_bsh, d_state_bhpr; bool narrow_sides; int64_t ranges; pointer shares;}
   ssd_backward(SsdBackward)
 Mamba1Step{int64_t channels, r, k; pointer conv_weight, conv_bias, A_log, A, D;}
-Mamba1StepConv{Mamba1Step step; int64_t batch; pointer projected, window_in, window_out, x;}
+Mamba1StepConv{Mamba1Step step; int64_t batch; pointer projected, window_in, window_out, x, reset;}
   mamba1_step_conv(Mamba1StepConv)
-Mamba1StepScan{Mamba1Step step; int64_t batch, dt_rank; pointer projected, x, dt, dt_b_c, state_in, state_out, out;}
+Mamba1StepScan{Mamba1Step step; int64_t batch, dt_rank; pointer projected, x, dt, dt_b_c, state_in, state_out, out,
+  reset;}
   mamba1_step_scan(Mamba1StepScan)
 Mamba2Step{int64_t heads, p, r, groups, k, mlp; pointer conv_weight, conv_bias, dt_bias, A_log, D, norm_weight;
   int64_t norm_group; float norm_eps, dt_low, dt_high; bool D_per_channel, norm_before_gate;}
-Mamba2StepCall{Mamba2Step step; int64_t batch; pointer projected, window_in, window_out, state_in, state_out, out;}
+Mamba2StepCall{Mamba2Step step; int64_t batch; pointer projected, window_in, window_out, state_in, state_out, out,
+  reset, fresh_state;}
   mamba2_step(Mamba2StepCall)
-Mamba3Step{int64_t heads, p, r, groups, ranks, angles; bool half, heavy_tail; pointer dt_bias, B_norm, C_norm, B_bias,
-  C_bias, mimo_x, mimo_z, mimo_o, D, norm_weight; float norm_eps, dt_low, dt_high, a_floor, rotation_range;}
+Mamba3Step{int64_t heads, p, r, groups, ranks, angles; bool quaternions, half, heavy_tail; pointer dt_bias, B_norm,
+  C_norm, B_bias, C_bias, mimo_x, mimo_z, mimo_o, D, norm_weight; float norm_eps, dt_low, dt_high, a_floor,
+  rotation_range;}
 Mamba3Carried{pointer state, k_state, v_state, angle;}
-Mamba3StepCall{Mamba3Step step; int64_t batch; pointer projected; Mamba3Carried before, after; pointer out;}
+Mamba3StepCall{Mamba3Step step; int64_t batch; pointer projected; Mamba3Carried before, after; pointer out, reset,
+  fresh_state;}
   mamba3_step(Mamba3StepCall)
 Norm{pointer weight, bias; int64_t width, centred; double eps; float scale;}
 Mamba1Part{Mamba1Step step; Matrix in_proj, x_proj, dt_proj, out_proj; bool dt_b_c_norm; pointer dt_norm,

@@ -16,13 +16,22 @@ from mambakit.ops.operation import TorchOperation
 
 Inputs = dict[str, Any]
 CHANNELS, ELEMENTS = 128, 1024
+CARRIED = {"window", "state", "k_state", "v_state", "angle"}
 STATE = 1 << 15
 """Most entries of one head's state: a program holds it."""
 
 
 def by_name(operation: TorchOperation, inputs: tuple[Any, ...]) -> Inputs:
     values = [x.contiguous() if isinstance(x, Tensor) else x for x in inputs]
-    return dict(zip(operation.names, values, strict=True))
+    found = dict(zip(operation.names, values, strict=True))
+    reset, fresh_state = found.pop("reset"), found.pop("fresh_state", None)
+    if reset is None:
+        return found
+    # What is carried is small beside a launch: rows that start afresh are so before it.
+    for name in CARRIED & found.keys():
+        fresh = fresh_state if name == "state" and fresh_state is not None else 0
+        found[name] = torch.where(reset.view(-1, *[1] * (found[name].dim() - 1)), fresh, found[name])
+    return found
 
 
 def check_numel(inputs: Inputs, /, **counts: int) -> None:
@@ -108,7 +117,7 @@ def mamba3_step(*inputs: Any) -> list[Tensor]:
         **{"mimo_x": h * m * p, "mimo_z": h * m * p, "mimo_o": h * m * p},
     )
     found = [projected.new_empty(b, h * p), *(torch.empty_like(t) for t in before)]
-    tensors = list(x.values())[: MAMBA3_STEP.tensors]
+    tensors = [x[name] for name in MAMBA3_STEP.names[: MAMBA3_STEP.tensors] if name in x]
     numbers = (x["norm_eps"], x["dt_low"], x["dt_high"], x["a_floor"], x["rotation_range"] * math.pi)
     sizes = {"H": h, "P": p, "R": r, "G": groups, "M": m, "A": angles, "KEPT": kept, "NEIGHBOURS": not x["half"]}
     sizes |= {"HEAVY": x["heavy_tail"], "BP": block(p), "BR": block(r), "BA": block(kept)}
@@ -129,7 +138,13 @@ def why_too_large(state_bhpr: Tensor) -> str | None:
     return f"it got a state of {p} x {r} per head, at most {STATE} fit" if block(p) * block(r) > STATE else None
 
 
+def why_not_mamba3(
+    projected: Tensor, state_bhpr: Tensor, k_state: Tensor, v_state: Tensor, rotation: Tensor, *_: Tensor | None
+) -> str | None:
+    return "it has no rotation by quaternions" if rotation.dim() == 4 else why_too_large(state_bhpr)
+
+
 implement(MAMBA1_STEP_CONV, mamba1_step_conv)
 implement(MAMBA1_STEP, mamba1_step)
 implement(MAMBA2_STEP, mamba2_step, why_not=lambda projected, window, state, *_: why_too_large(state))
-implement(MAMBA3_STEP, mamba3_step, why_not=lambda projected, state, *_: why_too_large(state))
+implement(MAMBA3_STEP, mamba3_step, why_not=why_not_mamba3)

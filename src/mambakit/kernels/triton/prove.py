@@ -195,9 +195,10 @@ def measure(operation: str, device: torch.device, dtype: torch.dtype) -> list[Fi
 def step_inputs(operation: str) -> list[Any]:
     draw, (b, h, p, r, m, i, k) = drawer(), (2, 4, 48, 20, 2, 70, 4)
     if operation == "mamba1_step_conv":
-        found: list[Any] = [draw(b, 2 * i), draw(b, i, k), draw(i, k), draw(i)]
+        found: list[Any] = [draw(b, 2 * i), draw(b, i, k), draw(i, k), draw(i), None]
     elif operation == "mamba1_step":
         found = [draw(b, 2 * i), draw(b, i), draw(b, i), draw(b, 5 + 32), draw(b, i, 16), draw(i, 16) / 4, draw(i)]
+        found += [None]
     elif operation == "mamba2_step":
         v = h * p + 2 * r
         found = [
@@ -210,13 +211,13 @@ def step_inputs(operation: str) -> list[Any]:
             draw(h),
             draw(h),
         ]
-        found += [draw(h * p), h * p, 1e-5, 0.0, 10.0, False]
+        found += [draw(h * p), None, None, h * p, 1e-5, 0.0, 10.0, False]
     else:
         angles = 5
         found = [draw(b, 2 * h * p + 2 * m * r + 3 * h + angles), draw(b, h, p, r), draw(b, m, h, r), draw(b, h, p)]
         found += [draw(b, h, angles), draw(h), draw(r), draw(r), draw(h, m, r), draw(h, m, r)]
-        found += [*(draw(h, m, p) for _ in range(3)), draw(h), draw(h * p)]
-        found += [angles, False, True, 1e-5, 0.0, 10.0, 1e-4, 1.0]
+        found += [*(draw(h, m, p) for _ in range(3)), draw(h), draw(h * p), None, None]
+        found += [angles, False, False, True, 1e-5, 0.0, 10.0, 1e-4, 1.0]
     return [x.float() if isinstance(x, Tensor) else x for x in found]
 
 

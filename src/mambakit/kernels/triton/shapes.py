@@ -84,22 +84,22 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
 def steps(wide: Callable[..., Tensor]) -> Iterator[Shape]:
     """Which are for float32 only."""
     dtype = torch.float32
-    conv_step = (wide(2, 2 * WIDTH), wide(2, WIDTH, 4), wide(WIDTH, 4), wide(WIDTH))
+    conv_step = (wide(2, 2 * WIDTH), wide(2, WIDTH, 4), wide(WIDTH, 4), wide(WIDTH), None)
     yield Shape("mamba1_step_conv", dtype, recorded(fused_step.mamba1_step_conv, *conv_step))
     row = wide(2, WIDTH)
-    step = (wide(2, 2 * WIDTH), row, row, wide(2, 48 + 32), wide(2, WIDTH, 16), wide(WIDTH, 16), wide(WIDTH))
+    step = (wide(2, 2 * WIDTH), row, row, wide(2, 48 + 32), wide(2, WIDTH, 16), wide(WIDTH, 16), wide(WIDTH), None)
     yield Shape("mamba1_step 16", dtype, recorded(fused_step.mamba1_step, *step))
     for p, r, m in HEADS:
         h, kept = WIDTH // p, r // 4
         v = WIDTH + 2 * r
         step = (wide(2, WIDTH + v + h), wide(2, v, 4), wide(2, h, p, r), wide(v, 4), wide(v), wide(h), wide(h), wide(h))
         if m == 1:
-            step = (*step, wide(WIDTH), WIDTH, 1e-5, 0.0, 1.0, False)
+            step = (*step, wide(WIDTH), None, None, WIDTH, 1e-5, 0.0, 1.0, False)
             yield Shape(f"mamba2_step {p}x{r}", dtype, recorded(fused_step.mamba2_step, *step))
         projected = wide(2, 2 * WIDTH + 2 * m * r + 3 * h + kept)
         carried = (wide(2, h, p, r), wide(2, m, h, r), wide(2, h, p), wide(2, h, kept))
         mimo = [wide(h, m, p) if m > 1 else None] * 3
-        rest = (wide(h), wide(r), wide(r), wide(h, m, r), wide(h, m, r), *mimo, wide(h), wide(WIDTH))
-        numbers = (kept, False, True, 1e-5, 0.0, 1.0, 1e-4, 1.0)
+        rest = (wide(h), wide(r), wide(r), wide(h, m, r), wide(h, m, r), *mimo, wide(h), wide(WIDTH), None, None)
+        numbers = (kept, False, False, True, 1e-5, 0.0, 1.0, 1e-4, 1.0)
         step = recorded(fused_step.mamba3_step, projected, *carried, *rest, *numbers)
         yield Shape(f"mamba3_step {p}x{r}, ranks {m}", dtype, step)

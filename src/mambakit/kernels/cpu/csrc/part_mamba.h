@@ -63,7 +63,7 @@ static void run_part(const Mamba1Part& m, const Passing& x) {
             const float* before = m.state + x.rows.read(row) * i * s.r;
             float* after = m.state + x.rows.written(row) * i * s.r;
             const float* b = dt_b_c + row * small + rank;
-            mamba1_step_scan(s, projected + row * 2 * i, inner + row * i, dt + row * i, b, b + s.r, before, after,
+            mamba1_step_scan(s, projected + row * 2 * i, inner + row * i, dt + row * i, b, b + s.r, before, s.r, after,
                              out + row * i, begin, end);
         }
     };

@@ -30,11 +30,28 @@ struct Rows {
     int64_t runs = 0;
     const int64_t* again = nullptr;
     bool stays = true;
+    const bool* reset = nullptr;  // rows that start afresh, where no rows have an order
 
     int64_t text_of(int64_t row) const { return text ? text[row] : row; }
     int64_t read(int64_t row) const { return before ? before[row] : row; }
     int64_t written(int64_t row) const { return after ? after[row] : row; }
+    bool resets(int64_t row) const { return reset && reset[row]; }
 };
+
+// All rows of a call in their places, those of `reset` afresh.
+static Rows afresh(const bool* reset) {
+    Rows rows;
+    rows.reset = reset;
+    return rows;
+}
+
+// What rows that start afresh read, where there are any: n zeros, the calling thread's.
+static const float* fresh_zeros(const bool* reset, int64_t n) {
+    if (!reset) return nullptr;
+    float* zeros = scratch<STEP_FRESH>(n);
+    clear(zeros, n);
+    return zeros;
+}
 
 // TAPS, where it is not 0, is k: known to the compiler.
 template <int TAPS>

@@ -42,17 +42,19 @@ MK_INLINE float mamba1_step_channel(
 template <bool PREPARED>
 static void mamba1_step_states(
     const Mamba1Step& s, const float* dt, const float* dt_x, const float* b, const float* c, const float* state_in,
-    float* state_out, float* out, int64_t begin, int64_t end) {
+    int64_t stride_in, float* state_out, float* out, int64_t begin, int64_t end) {
     const float* a = PREPARED ? s.A : s.A_log;
     for (int64_t i = begin; i < end; i++)
         out[i] = mamba1_step_channel<PREPARED>(
-            s.r, a + i * s.r, dt[i - begin], dt_x[i - begin], b, c, state_in + i * s.r, state_out + i * s.r);
+            s.r, a + i * s.r, dt[i - begin], dt_x[i - begin], b, c, state_in + i * stride_in,
+            state_out + i * s.r);
 }
 
-// Then, for the channels [begin, end): dt[channels] is the step size before softplus, b and c are [r].
+// Then, for the channels [begin, end): dt[channels] is the step size before softplus, b and c are [r]. A channel's state
+// enters `stride_in` after the one before: r, or 0 for one that all share.
 static void mamba1_step_scan(
     const Mamba1Step& s, const float* projected, const float* x, const float* dt, const float* b, const float* c,
-    const float* state_in, float* state_out, float* out, int64_t begin, int64_t end) {
+    const float* state_in, int64_t stride_in, float* state_out, float* out, int64_t begin, int64_t end) {
     const int64_t count = end - begin;
     float* sizes = scratch<STEP_HEAD>(2 * count);
     float* dt_x = sizes + count;
@@ -61,8 +63,8 @@ static void mamba1_step_scan(
         store_part(sizes + i, size, part);
         store_part(dt_x + i, size * load_part(x + begin + i, part), part);
     });
-    if (s.A) mamba1_step_states<true>(s, sizes, dt_x, b, c, state_in, state_out, out, begin, end);
-    else mamba1_step_states<false>(s, sizes, dt_x, b, c, state_in, state_out, out, begin, end);
+    if (s.A) mamba1_step_states<true>(s, sizes, dt_x, b, c, state_in, stride_in, state_out, out, begin, end);
+    else mamba1_step_states<false>(s, sizes, dt_x, b, c, state_in, stride_in, state_out, out, begin, end);
     const float* z = projected + s.channels;
     each_vector(count, [&](int64_t i, int64_t part) {
         int64_t at = begin + i;
@@ -78,6 +80,7 @@ struct Mamba1StepConv {
         int64_t batch;
         const float *projected, *window_in;  // [batch][2][channels], [batch][channels][k]
         float *window_out, *x;               // x[batch][channels]
+        const bool* reset;                   // [batch]: rows that start afresh, or null
     )
 };
 
@@ -85,9 +88,11 @@ static void mamba1_step_conv(const Mamba1StepConv& call) {
     const Mamba1Step& s = call.step;
     const int64_t i = s.channels, window = i * s.k;
     // A few microseconds at most: not worth a second thread.
+    const Rows rows = afresh(call.reset);
+    const float* zeros = fresh_zeros(call.reset, window);
     for (int64_t row = 0; row < call.batch; row++)
-        mamba1_step_conv(s, call.projected + row * 2 * i, call.window_in + row * window, call.window_out + row * window,
-                         call.x + row * i, 0, i);
+        mamba1_step_conv(s, call.projected + row * 2 * i, rows.resets(row) ? zeros : call.window_in + row * window,
+                         call.window_out + row * window, call.x + row * i, 0, i);
 }
 
 struct Mamba1StepScan {
@@ -100,18 +105,22 @@ struct Mamba1StepScan {
         const float *dt, *dt_b_c;
         const float* state_in;  // [batch][channels][r]
         float *state_out, *out;
+        const bool* reset;  // [batch]: rows that start afresh, or null
     )
 };
 
 static void mamba1_step_scan(const Mamba1StepScan& call) {
     const Mamba1Step& s = call.step;
     const int64_t i = s.channels, blocks = ceil_div(i, W);  // threads share whole vectors
+    const Rows rows = afresh(call.reset);
+    const float* zeros = fresh_zeros(call.reset, s.r);
     // An entry with its two exponentials costs several of the other families'.
     step_parallel(call.batch, blocks, 3 * W * s.r, [&](int64_t row, int64_t begin, int64_t end) {
         const float* b = call.dt_b_c + row * (call.dt_rank + 2 * s.r) + call.dt_rank;
         const int64_t state = row * i * s.r;
         mamba1_step_scan(s, call.projected + row * 2 * i, call.x + row * i, call.dt + row * i, b, b + s.r,
-                         call.state_in + state, call.state_out + state, call.out + row * i, begin * W, least(end * W, i));
+                         rows.resets(row) ? zeros : call.state_in + state, rows.resets(row) ? 0 : s.r,
+                         call.state_out + state, call.out + row * i, begin * W, least(end * W, i));
     });
 }
 

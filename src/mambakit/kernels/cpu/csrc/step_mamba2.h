@@ -100,7 +100,9 @@ struct Mamba2StepCall {
         float* window_out;
         const float* state_in;  // [batch][heads][p][r]
         float* state_out;
-        float* out;  // [batch][mlp + heads * p]
+        float* out;                // [batch][mlp + heads * p]
+        const bool* reset;         // [batch]: rows that start afresh, or null
+        const float* fresh_state;  // what those start from, [heads][p][r], or null: zeros
     )
 };
 
@@ -111,11 +113,13 @@ static void mamba2_step_heads(const Mamba2StepCall& call, const Rows& rows, floa
     const int64_t window = s.conv_dim() * s.k, state = s.width() * s.r, bc = 2 * s.groups * s.r;
     const int64_t wide = s.projected(), inner = s.mlp + s.width();
     float* all_bc = scratch<STEP_ROWS>(call.batch * bc);
+    const float* zeros = fresh_zeros(rows.reset, window > s.p * s.r ? window : s.p * s.r);
+    auto window_in = [&](int64_t row) { return rows.resets(row) ? zeros : call.window_in + rows.read(row) * window; };
     for (int64_t row = 0; row < call.batch; row++)
-        mamba2_step_begin(s, call.projected + row * wide, call.window_in + rows.read(row) * window,
-                          call.window_out + rows.written(row) * window, all_bc + row * bc);
+        mamba2_step_begin(s, call.projected + row * wide, window_in(row), call.window_out + rows.written(row) * window,
+                          all_bc + row * bc);
     auto step = [&](int64_t row, int64_t begin, int64_t end, const float* in, float* out, float* note) {
-        mamba2_step(s, call.projected + row * wide, all_bc + row * bc, call.window_in + rows.read(row) * window,
+        mamba2_step(s, call.projected + row * wide, all_bc + row * bc, window_in(row),
                     call.window_out + rows.written(row) * window, in, out, note, call.out + row * inner, begin, end);
     };
     if (rows.runs) {
@@ -127,14 +131,21 @@ static void mamba2_step_heads(const Mamba2StepCall& call, const Rows& rows, floa
         return;
     }
     step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
-        const int64_t at = rows.text_of(row) * state + begin * s.p * s.r;
-        step(row, begin, end, call.state_in + at, call.state_out + at, nullptr);
+        const int64_t size = s.p * s.r;
+        float* out = call.state_out + rows.text_of(row) * state;
+        if (!rows.resets(row)) {
+            const float* in = call.state_in + rows.text_of(row) * state;
+            return step(row, begin, end, in + begin * size, out + begin * size, nullptr);
+        }
+        for (int64_t head = begin; head < end; head++)
+            step(row, head, head + 1, call.fresh_state ? call.fresh_state + head * size : zeros, out + head * size,
+                 nullptr);
     });
 }
 
 static void mamba2_step(const Mamba2StepCall& call) {
     const Mamba2Step& s = call.step;
-    mamba2_step_heads(call, {}, nullptr);
+    mamba2_step_heads(call, afresh(call.reset), nullptr);
     for (int64_t row = 0; row < call.batch; row++)
         mamba2_step_finish(s, call.projected + row * s.projected(), call.out + row * (s.mlp + s.width()));
 }

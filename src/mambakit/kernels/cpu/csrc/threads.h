@@ -69,7 +69,8 @@ enum Slot {
     PRODUCT_NARROW,
     PRODUCT_DECODED,
     PRODUCT_SHARED,  // the calling thread's
-    STEP_ROWS,  // the calling thread's
+    STEP_ROWS,   // the calling thread's
+    STEP_FRESH,  // the calling thread's
     STEP_HEAD,
     STEP_STATE,
     STEP_SCORES,
