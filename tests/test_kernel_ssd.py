@@ -117,8 +117,9 @@ def test_random_problems(start):
 def test_every_instruction_set(isa):
     if isa not in library().usable:
         pytest.skip(f"this machine has no {isa}")
+    calls = "t.fuzz(range(10_000, 10_010)); t.test_random_problems_in_bfloat16(0)"
     done = subprocess.run(
-        [sys.executable, "-c", "import torch, conftest, test_kernel_ssd as t; t.fuzz(range(10_000, 10_010))"],
+        [sys.executable, "-c", f"import torch, conftest, test_kernel_ssd as t; {calls}"],
         env={**os.environ, "MAMBAKIT_ISA": isa},
         cwd=Path(__file__).parent,
         capture_output=True,
