@@ -51,6 +51,7 @@ SLOW = {
     "test_export.py::test_onnx",
     "test_export.py::test_step_package",
     "test_export.py::test_torch_export",
+    "test_failures.py::",
     "test_families.py::TestOneRecord::test_is_timed",
     "test_families.py::test_a_sharded_block_is_the_whole_one",
     "test_kernel_ssd.py::test_opcheck",

@@ -18,7 +18,7 @@ from torch import Tensor
 from mambakit.kernels.cpu.structs import Struct, difference
 
 # In order of preference.
-INSTRUCTION_SETS = ("avx512", "avx2", "plain")
+INSTRUCTION_SETS = ("avx512", "avx2", "neon", "plain")
 # What a processor may have beyond them, each including those before it: `mk_extension` of csrc/extension.h.
 EXTENSIONS = ("none", "vnni", "bf16")
 # What a kernel returns if it could not do its work: `mk_status` of csrc/threads.h.

@@ -304,11 +304,15 @@ MK_INLINE void by_best_dot(const Matrix& m, const Body& body) {
     if (m.format == BFLOAT16_NARROW) {
 #if defined(MK_X86) && MK_WIDTH == 16
         if (mk_extension_in_use >= MK_BF16) return body(Bfloat16DotNative());
+#elif defined(MK_NEON)
+        if (mk_extension_in_use >= MK_BF16) return body(Bfloat16DotNeon());
 #endif
         return body(Bfloat16Dot());
     }
 #if defined(MK_X86) && MK_WIDTH >= 8
     if (mk_extension_in_use >= MK_VNNI) return body(Int8DotVnni());
+#elif defined(MK_NEON)
+    if (mk_extension_in_use >= MK_VNNI) return body(Int8DotNeon());
 #endif
     body(Int8Dot());
 }
