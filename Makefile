@@ -17,7 +17,7 @@ KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint format bench gpu-check gpu-gate site kernels headers agreement arm sanitize sanitize-threads fuzz mutations llama-check torture serve-proofs wheel wheel-check clean
+.PHONY: demo test quick check lint format bench gpu-check gpu-gate site kernels headers agreement arm sanitize sanitize-threads fuzz mutations llama-check torture killed-ranks serve-proofs wheel wheel-check clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -138,6 +138,11 @@ KILLS ?= 1000
 torture: .venv/.ok kernels
 	rm -rf build/torture
 	PYTHONPATH=tests $(PY) tests/torture.py build/torture $(KILLS) $(SEED)
+
+# One of two ranks under torchrun killed 20 times, or KILLED=N others.
+killed-ranks: .venv/.ok kernels
+	rm -rf build/killed-ranks
+	PYTHONPATH=tests $(PY) tests/killed_ranks.py build/killed-ranks $(or $(KILLED),20) $(SEED)
 
 # A server under 1,000 requests with secrets and cancellations, 1,000 parked sessions, 10,000 connections, 10,000 answers in forms, 300 kills.
 serve-proofs: .venv/.ok kernels

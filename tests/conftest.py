@@ -60,6 +60,7 @@ SLOW = {
     "test_moe.py::test_compile_and_export",
     "test_moe.py::test_operator",
     "test_mutations.py::",
+    "test_other_trainers.py::",
     "test_quantization.py::test_loss_on_text",
     "test_rotation.py::test_quaternion_product_is_a_proper_operator",
     "test_serve_description.py::",

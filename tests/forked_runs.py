@@ -39,6 +39,7 @@ from mambakit.training.saving import Saving
 from trainer_cases import Silent, losses, make_documents, make_model, make_trainer
 
 KILLS = 20
+KILLS_OF_RANKS = int(os.environ.get("KILLS", "4"))
 KILLED = {"steps": 40, "save_every": 3, "evaluate_every": 10, "optimizer": "muon"}
 
 
@@ -119,11 +120,11 @@ def start_ranks(world: int, work: Callable[[int], None]) -> list[int]:
     return [forked(lambda rank=rank: one(rank)) for rank in range(world)]
 
 
-def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1) -> None:
-    """So many processes that know each other, `context` of them with shares of the same rows."""
+def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1, tensor: int = 1) -> None:
+    """So many processes that know each other; some may have shares of the same rows, some of the same heads."""
 
     def one(rank: int) -> None:
-        ranks = Ranks(parallel, "cpu", context)
+        ranks = Ranks(parallel, "cpu", context, tensor)
         work(ranks)
         ranks.close()
 
@@ -131,13 +132,13 @@ def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: 
     assert codes == [0] * world, codes
 
 
-def spread(folder: Path, parallel: str, world: int, context: int = 1, **changed) -> None:
+def spread(folder: Path, parallel: str, world: int, context: int = 1, tensor: int = 1, **changed) -> None:
     """One run on so many ranks."""
 
     def work(ranks: Ranks) -> None:
         train(make_trainer(ranks, **changed), folder, Bytes(), Silent())
 
-    on_ranks(parallel, world, work, context)
+    on_ranks(parallel, world, work, context, tensor)
 
 
 def resumed(source: Path, target: Path, parallel: str, world: int, **changed) -> None:
@@ -165,6 +166,41 @@ def ranks(folder: Path) -> None:
     spread(folder / "1-lora", "ddp", 1, lora=2, **exact)
     for parallel in ("ddp", "fsdp"):
         spread(folder / f"2-{parallel}-lora", parallel, 2, lora=2, **exact)
+
+
+def rank_kills(folder: Path) -> None:
+    """One of two ranks is killed at random moments of computing time; both start again, until the run is at its end."""
+    before = time_of_children()
+    spread(folder / "whole", "fsdp", 2, **KILLED)
+    per_step = (time_of_children() - before) / 2 / KILLED["steps"]
+    draw, killed, runs = random.Random(0), 0, 0
+    while killed < KILLS_OF_RANKS:
+        where = folder / f"killed-{runs}"
+        while True:
+            which, patience = draw.randrange(2), draw.uniform(0, 20) * per_step if killed < KILLS_OF_RANKS else 1e9
+
+            def one(rank: int, which: int = which, patience: float = patience, where: Path = where) -> None:
+                ranks = Ranks("fsdp", "cpu")
+                if rank == which:
+                    end_after(patience, [signal.SIGKILL])
+                try:
+                    train(make_trainer(ranks, **KILLED), where, Bytes(), Silent())
+                finally:
+                    ranks.close()
+
+            codes = [outcome(child) for child in start_ranks(2, one)]
+            if codes[which] == 0:
+                break
+            assert codes[which] == -signal.SIGKILL, codes
+            killed += 1
+        assert losses(where) == losses(folder / "whole"), "a resumed run differs"
+        runs += 1
+    print(f"{killed} kills of a rank in {runs} runs")
+
+
+def time_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 MESHES = (
@@ -331,6 +367,21 @@ def contexts(folder: Path) -> None:
     resumed(folder / "2-ddp", folder / "2-ddp-then-4-fsdp", "fsdp", 4, context=2, **exact)
 
 
+def tensors(folder: Path) -> None:
+    """Ranks that share heads, alone, with others that have other rows, and with others that have other tokens."""
+    exact = {"steps": 8, "dtype": torch.float64}
+    spread(folder / "1", "ddp", 1, **exact)
+    spread(folder / "2-ddp", "ddp", 2, tensor=2, accumulate=2, **exact)
+    for parallel in ("ddp", "fsdp"):
+        spread(folder / f"4-{parallel}", parallel, 4, tensor=2, **exact)
+        spread(folder / f"4-{parallel}-both", parallel, 4, tensor=2, context=2, **exact)
+    resumed(folder / "4-fsdp-both", folder / "4-fsdp-both-then-1", "ddp", 1, **exact)
+    resumed(folder / "1", folder / "1-then-4-ddp", "ddp", 4, tensor=4, **exact)
+    muon = {"optimizer": "muon", **exact}
+    spread(folder / "1-muon", "ddp", 1, **muon)
+    spread(folder / "4-fsdp-muon", "fsdp", 4, tensor=2, **muon)
+
+
 def bad_steps(_: Path) -> None:
     """Gradients of one rank that are no numbers stop both, or are skipped by both."""
     for parallel in ("ddp", "fsdp"):
@@ -415,7 +466,9 @@ if __name__ == "__main__":
         "shards": shards,
         "bad_steps": bad_steps,
         "contexts": contexts,
+        "tensors": tensors,
         "memory": memory,
+        "rank_kills": rank_kills,
         "resumes": resumes,
         "deaths": deaths,
         "aside": aside,

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from mambakit.arguments import check_kind, find_device, find_path, shown
+from mambakit.blocks.shares import check_whole
 from mambakit.checkpoints import gguf
 from mambakit.checkpoints.adapters import base_of, is_adapter, load_lora
 from mambakit.checkpoints.files import CONFIG, DTYPES, PACKED, find_directory, read_tensors
@@ -119,6 +120,7 @@ def save_model(
         raise ValueError(f"format = {shown(format)} is unknown; choose from {', '.join((*FORMATS, *HUB))}")
     if not isinstance(model, LanguageModel):
         raise ValueError(f"save_model takes a LanguageModel, got a {type(model).__name__}")
+    check_whole("save_model", model)
     if max_shard_bytes is None:
         max_shard_bytes = None if format == "official" else MAX_SHARD_BYTES
     elif type(max_shard_bytes) is not int or max_shard_bytes <= 0:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mambakit.arguments import check_count, check_flag, shown
 from mambakit.blocks.caches import select
+from mambakit.blocks.shares import check_whole
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder, check_one_call, make_decoder
 from mambakit.inference.guesses import Ngrams
@@ -318,10 +319,7 @@ def check_model(model: LanguageModel) -> None:
         raise ValueError("generation is for models without latents: rows of all lengths would share their places")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the meta device, where weights have no numbers; load it onto another one")
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        raise ValueError(
-            "generate takes whole models, and parameters of this one are shares; load a whole copy, one per process"
-        )
+    check_whole("generate", model)
 
 
 def read_all_stops(stop: Any, vocab_size: int, tokenizer: Tokenizer | None) -> Stops:

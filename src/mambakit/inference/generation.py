@@ -1,7 +1,6 @@
 """Continue prompts: a stream is a few requests that are read and decoded together, by the parts of an engine."""
 
 import inspect
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -130,7 +129,6 @@ class Stream(Iterator[Tensor]):
         self._source = make_source(speculate, draft, model, prompts, backend)
         self._speculation: Speculation | None = None
         self._group: Group | None = None
-        begun = time.perf_counter()
         # "auto" makes one when the first token is taken in.
         self._decoder = make_decoder(model, backend) if backend == "cpu" else None
         with torch.no_grad(), use_backend(reading_backend(backend)):
@@ -142,7 +140,6 @@ class Stream(Iterator[Tensor]):
                 ends = [Reading(model, [one], prefill_chunk, known=known).finish() for one in self._requests]
                 x_bd, self._prompt_cache = torch.cat([x_1d for x_1d, _ in ends]), concat([cache for _, cache in ends])
             self._logits_aw = model.logits(x_bd)
-        self._prefill_seconds = time.perf_counter() - begun
 
     @property
     def tokens(self) -> Tensor:
@@ -202,7 +199,7 @@ class Stream(Iterator[Tensor]):
     def _make_group(self) -> Group:
         decoder, source = self._decoder or make_decoder(self._model, self._backend), self._source
         if source is not None and isinstance(decoder, Decoder):
-            self._speculation = Speculation(decoder, lambda ids: source, seconds=self._prefill_seconds)
+            self._speculation = Speculation(decoder, lambda ids: source)
         group = Group(decoder, device_of(self._model), speculation=self._speculation)
         group.load(self._requests, self._prompt_cache)
         self._prompt_cache = self._decoder = None

@@ -125,6 +125,8 @@ class Request:
         self.is_cancelled = False
         self._finished = threading.Event()
         self._seen_w: Tensor | None = None
+        self._seen_count = 0
+        """New tokens that are in it."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -164,12 +166,13 @@ class Request:
         return "length" if len(self.tokens) == self.max_new_tokens else None
 
     def seen(self, vocab_size: int) -> Tensor:
-        """For the engine, at every token or at none: which tokens the prompt and the text hold."""
+        """For the engine: which tokens the prompt and the text hold."""
         if self._seen_w is None:
             self._seen_w = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen_w[torch.tensor([*self.ids, *self.tokens])] = True
-        elif self.tokens:
-            self._seen_w[self.tokens[-1]] = True
+            self._seen_w[torch.tensor(self.ids)] = True
+        for token in self.tokens[self._seen_count :]:
+            self._seen_w[token] = True
+        self._seen_count = len(self.tokens)
         return self._seen_w
 
     def finish(self, reason: str, error: Exception | None = None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mambakit.arguments import check_kind, shown
 from mambakit.blocks.modules import Linear
+from mambakit.blocks.shares import check_whole
 from mambakit.models.quantized_linear import (
     Bfloat16Linear,
     Int4Linear,
@@ -70,6 +71,7 @@ def quantize(
     if activations is not None and (type(activations) is not str or activations not in ("float32", NARROW[bits])):
         given = shown(activations)
         raise ValueError(f"activations is {given}, expected 'float32' or {NARROW[bits]!r} for {bits} bits")
+    check_whole("quantize", model)
     found = matrices_of(model)
     broken = [name for name, matrix in found.items() if not matrix.weight.isfinite().all()]
     if broken:

@@ -15,7 +15,7 @@ from mambakit.blocks.moe import Router
 from mambakit.blocks.shares import Part, Parts, Shares, Split, run
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.team import Team, sum_out
-from mambakit.parallel.meshes import Summed, group_of
+from mambakit.parallel.meshes import Summed, group_of, is_divided, plain
 from mambakit.parallel.vocabulary import divide_vocabulary, why_no_vocabulary
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -200,14 +200,6 @@ def own_part(parameter: nn.Parameter, piece: Tensor, part: Part, axis: int, mesh
     return made
 
 
-def is_divided(tensor: Any) -> bool:
-    return hasattr(tensor, "to_local")
-
-
-def plain(tensor: Any) -> Tensor:
-    return tensor.to_local() if is_divided(tensor) else tensor
-
-
 def taken(tensor: Tensor, part: Part, axis: int) -> Tensor:
     if part.taken is None or part.taken == tuple(range(part.size)):
         return tensor
@@ -222,6 +214,7 @@ def whose(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def put(block: nn.Module, name: str, made: "nn.Parameter | Parts") -> None:
     owner, attribute = whose(block, name)
     if isinstance(made, Parts):
+        made.is_stacked = attribute in getattr(owner, "stacked_maps", ())
         del owner._parameters[attribute]
         owner.add_module(attribute, made)
     else:

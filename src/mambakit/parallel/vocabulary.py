@@ -14,7 +14,7 @@ from mambakit.blocks.block import Options
 from mambakit.blocks.modules import Linear, is_plain
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.team import Team, join_last, sum_out, total
-from mambakit.parallel.meshes import Summed
+from mambakit.parallel.meshes import Summed, plain
 
 IGNORED = -100
 """In place of a token to predict: none is asked for here."""
@@ -93,8 +93,7 @@ class Rows:
         module.register_forward_hook(self.end, always_call=True)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        weight: Any = module._parameters["weight"]
-        module.__dict__["weight"] = weight.to_local()
+        module.__dict__["weight"] = plain(module._parameters["weight"])
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         module.__dict__.pop("weight", None)

@@ -102,21 +102,6 @@ MK_INLINE Sum partial_sums(const Sum (&x)[FOUR]) {
     return MK_JOINED(first, last, 0) + MK_JOINED(first, last, 2);
 }
 
-// x, rounded: no compiler makes one operation of what computed it and what follows.
-template <class Values>
-MK_INLINE Values done(Values x) {
-#if defined(MK_X86) && MK_WIDTH == 16
-    __asm__("" : "+v"(x));
-#elif defined(__x86_64__)
-    __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(x));
-#else
-    __asm__("" : "+m"(x));
-#endif
-    return x;
-}
-
 // Results of four rows of the matrix with one row of x or, side by side, with several: of integers times scales, or as
 // they are. The same steps for all, so that they round alike.
 template <class Sums, class Values>

@@ -114,7 +114,7 @@ MK_INLINE void pass_rows(const StatePass& s, int64_t row, int64_t reader) {
             for (int q = 0; q < ROWS; q++) prefetch(in, (STATE_AHEAD + q * s.r + i) * (int64_t)sizeof(float));
         for (int q = 0; q < ROWS; q++) state[q] = load_part(in + q * s.r + i, count);
         if (WRITES) {
-            for (int q = 0; q < ROWS; q++) state[q] *= splat(s.decay);
+            for (int q = 0; q < ROWS; q++) state[q] = done(state[q] * splat(s.decay));
             for (int64_t w = 0; w < writers; w++) {
                 vf write = load_part(s.write + w * s.r + i, count);
                 for (int q = 0; q < ROWS; q++) state[q] += splat(s.coef[w * s.p + row + q]) * write;
@@ -163,12 +163,33 @@ static void take_note(const StatePass& s, float* note) {
     copy(s.write, s.writers * s.r, note + 1 + s.writers * s.p);
 }
 
-// The same pass as when the note was taken, so that it gives the same to the last digit. What it reads is dropped.
-static void write_again(const float* note, StatePass s) {
-    s.decay = *note;
-    s.coef = note + 1;
-    s.read = s.write = note + 1 + s.writers * s.p;
-    pass_state(s);
+// ROWS rows of the state after the notes noted(0), noted(1), ...: the same operations as when they were taken, so that it is the same to the last
+// digit, but the state stays in registers between them.
+template <int ROWS, int WRITERS, class Noted>
+MK_INLINE void write_rows(const StatePass& s, const Noted& noted, int64_t count, int64_t row) {
+    const int64_t writers = WRITERS ? WRITERS : s.writers;
+    each_vector(s.r, MK_BODY(int64_t i, int64_t lanes) {
+        vf state[ROWS];
+        for (int q = 0; q < ROWS; q++) prefetch(s.in, (STATE_AHEAD + (row + q) * s.r + i) * (int64_t)sizeof(float));
+        for (int q = 0; q < ROWS; q++) state[q] = load_part(s.in + (row + q) * s.r + i, lanes);
+        for (int64_t n = 0; n < count; n++) {
+            const float* note = noted(n);
+            const float *coef = note + 1 + row, *write = note + 1 + writers * s.p + i;
+            for (int q = 0; q < ROWS; q++) state[q] = done(state[q] * splat(*note));
+            for (int64_t w = 0; w < writers; w++) {
+                const vf written = load_part(write + w * s.r, lanes);
+                for (int q = 0; q < ROWS; q++) state[q] += splat(coef[w * s.p + q]) * written;
+            }
+        }
+        for (int q = 0; q < ROWS; q++) store_part(s.out + (row + q) * s.r + i, state[q], lanes);
+    });
+}
+
+template <int WRITERS, class Noted>
+static void write_again(const StatePass& s, const Noted& noted, int64_t count) {
+    int64_t row = 0;
+    for (; row + 4 <= s.p; row += 4) write_rows<4, WRITERS>(s, noted, count, row);
+    for (; row < s.p; row++) write_rows<1, WRITERS>(s, noted, count, row);
 }
 
 // The states [texts][heads][p][r] of all runs: notes, then body(row, head, in, out, note) for the rows of each. Every head
@@ -178,16 +199,17 @@ static void step_runs(const Rows& rows, int64_t heads, StatePass of, float* stat
     const int64_t size = of.p * of.r, note = note_size(of.p, of.r, of.writers);
     auto note_of = [&](int64_t place, int64_t head) { return notes + (place * heads + head) * note; };
     auto share = [&](int64_t begin, int64_t end) {
-        float* ahead = scratch<STEP_STATE>(size + of.readers * of.p);
+        float* ahead = scratch<STEP_STATE>(size);
         for (int64_t head = begin; head < end; head++)
             for (const Run* run = rows.run; run < rows.run + rows.runs; run++) {
                 float* own = state + (run->text * heads + head) * size;
                 StatePass pass = of;
                 pass.in = own;
                 pass.out = rows.stays ? own : ahead;
-                pass.y = ahead + size;
-                for (int64_t n = run->note; n < run->note_end; n++) {
-                    write_again(note_of(rows.again[n], head), pass);
+                if (const int64_t count = run->note_end - run->note) {
+                    auto noted = [&](int64_t n) { return note_of(rows.again[run->note + n], head); };
+                    if (of.writers == 1) write_again<1>(pass, noted, count);
+                    else write_again<0>(pass, noted, count);
                     pass.in = pass.out;
                 }
                 for (int64_t row = run->row; row < run->row_end; row++) {
