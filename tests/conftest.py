@@ -15,8 +15,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from mambakit.kernels.cpu.library import EXTENSIONS, library
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(1)
@@ -118,6 +116,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def without_extension():
     """The kernels as on a processor that has nothing beyond its instruction set: no products of narrow numbers."""
+    # Not above: backends are asked in the order in which the package itself imports them.
+    from mambakit.kernels.cpu.library import EXTENSIONS, library
+
     found = library()
     found.native.mk_set_extension(ctypes.c_int64(0))
     yield
