@@ -1,5 +1,6 @@
 """One thread and deterministic algorithms for every test; golden vectors and the tolerance table."""
 
+import ctypes
 import json
 import os
 import re
@@ -114,3 +115,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "golden(*families): run once per golden case of these families")
+
+
+@pytest.fixture
+def without_extension():
+    """The kernels as on a processor that has nothing beyond its instruction set: no products of narrow numbers."""
+    # Not above: backends are asked in the order in which the package itself imports them.
+    from mambakit.kernels.cpu.library import EXTENSIONS, library
+
+    found = library()
+    found.native.mk_set_extension(ctypes.c_int64(0))
+    yield
+    found.native.mk_set_extension(ctypes.c_int64(EXTENSIONS.index(found.extension)))

@@ -33,6 +33,8 @@ class Kernel:
     own_why_not: WhyNot | None
     casts: bool
     """Its floating-point inputs are float32, whatever the call's are."""
+    narrow: tuple[int, ...]
+    """But for these: where all of them are bfloat16, they stay so."""
 
     def why_not(self, tensors: Sequence[Tensor | None]) -> str | None:
         reason = self.backend.why_not(tensors)
@@ -44,6 +46,13 @@ class Kernel:
             return self.own_why_not(*tensors)
         return reason
 
+    def dtypes(self, inputs: Sequence[Any]) -> list[torch.dtype]:
+        """What a kernel that casts reads the floating-point inputs of a call in."""
+        assert isinstance(self.operation, TorchOperation)
+        given = [inputs[i].dtype for i in self.narrow if inputs[i] is not None]
+        data = torch.bfloat16 if given and all(dtype == torch.bfloat16 for dtype in given) else torch.float32
+        return [data if i in self.narrow else torch.float32 for i in range(self.operation.floats)]
+
     def __call__(self, *inputs: Any) -> Any:
         """By way of the torch operator where somebody has to look on: autograd, a compiler, a tensor's subclass.
 
@@ -53,7 +62,10 @@ class Kernel:
         if not isinstance(operation, TorchOperation):
             return self.forward(*inputs)
         if self.casts:
-            floats = (t if t is None or t.dtype == torch.float32 else t.float() for t in inputs[: operation.floats])
+            wanted = self.dtypes(inputs)
+            floats = (
+                t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in zip(inputs, wanted, strict=False)
+            )
             inputs = (*floats, *inputs[operation.floats :])
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return operation.operator(*inputs, self.backend.name)
@@ -90,9 +102,10 @@ class Operation:
         backward: Callable[..., Sequence[Tensor | None]] | None = None,
         why_not: WhyNot | None = None,
         casts: bool = False,
+        narrow: tuple[int, ...] = (),
     ) -> Kernel:
         """Register a kernel; a backend has one per operation."""
-        kernel = Kernel(self, backend, forward, backward, why_not, casts)
+        kernel = Kernel(self, backend, forward, backward, why_not, casts, narrow)
         if self.kernels.setdefault(backend.name, kernel) is not kernel:
             raise ValueError(f"backend {backend.name!r} already has a kernel for {self.name}")
         return kernel
@@ -221,8 +234,8 @@ class TorchOperation(Operation):
         reason = kernel.backend.why_unreadable((*inputs[: self.tensors], *grads))
         if reason is not None:
             raise ValueError(f'backend "{kernel.backend.name}" cannot run {self.name}: {reason}')
-        wanted = (torch.float32,) if kernel.casts else kernel.backend.dtypes
-        for name, tensor in zip(self.names, inputs[: self.floats], strict=False):
+        each = [(dtype,) for dtype in kernel.dtypes(inputs)] if kernel.casts else [kernel.backend.dtypes] * self.floats
+        for name, tensor, wanted in zip(self.names, inputs, each, strict=False):
             if tensor is not None and tensor.dtype not in wanted:
                 raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, wanted))}")
         self.check(*inputs)
