@@ -74,7 +74,8 @@ def test_long_texts_do_not_drift_to_one_side():
     cache = tuple(one._replace(ssm_bhpr=torch.full_like(one.ssm_bhpr, 3.0)) for one in cache)
     exact, narrow = (loaded(model, cache, states) for states in ("float32", "bfloat16"))
     for ids_b in ids_bs.T:
-        exact.step(ids_b), narrow.step(ids_b)
+        exact.step(ids_b)
+        narrow.step(ids_b)
     (want,), (got,) = exact.cache(), narrow.cache()
     assert want.ssm_bhpr.mean() < 2.0  # most of it is gone
     difference = got.ssm_bhpr - want.ssm_bhpr

@@ -121,12 +121,12 @@ def check_activation(activation: str | None) -> bool:
     return activation is not None
 
 
-def by_version(activation: str | None, *others: Any) -> tuple[Any, ...]:
+def by_version(activation: str | None, *others: Any) -> list[Any]:
     """The activation, then the other arguments: in older versions it comes earlier, at the place of one of them."""
     for given in others:
         if isinstance(given, str):
             activation = given
-    return activation, *(None if isinstance(given, str) else given for given in others)
+    return [activation, *(None if isinstance(given, str) else given for given in others)]
 
 
 def in_one_precision(*tensors: Tensor | None, may_be_complex: bool = False) -> tuple[Any, ...]:
