@@ -26,7 +26,7 @@ from mambakit.blocks.family import family_of
 from mambakit.inference import Engine, Request
 from mambakit.ops.operation import OPERATIONS as OPERATIONS_BY_NAME
 from mambakit.text.tokens import Bytes
-from operator_calls import OPERATORS, operator_calls
+from operator_calls import operator_calls
 
 MLPS = {
     "mlp": mk.MLPConfig(8, 12),
@@ -407,14 +407,17 @@ def compat_call(draw: random.Random) -> Call:
 @cache
 def operator_inputs() -> dict[str, list[tuple[Any, ...]]]:
     state = torch.get_rng_state()
-    found = operator_calls()
+    with torch.no_grad(), mk.use_backend("auto"):
+        found = {name: calls for name, calls in operator_calls().items() if calls}
     torch.set_rng_state(state)
     return found
 
 
 def operator_call(draw: random.Random) -> Call:
     """torch operators of ours by themselves and their derivatives, whose inputs nobody has looked at."""
-    name = draw.choice(OPERATORS)
+    if not operator_inputs():  # no kernels, no operators of theirs
+        return operation_call(draw)
+    name = draw.choice(list(operator_inputs()))
     operation: Any = OPERATIONS_BY_NAME[name]
     given = dict(zip(operation.names, draw.choice(operator_inputs()[name]), strict=True))
     given = {n: t.clone() if isinstance(t, Tensor) else t for n, t in given.items()}

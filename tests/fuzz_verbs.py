@@ -89,7 +89,8 @@ def command(verb: str, words: list[str]) -> None:
         named = {"model": sources() / "model", "text": sources() / "text", "out": Path(folder) / "out"}
         for name, path in named.items():
             words = [word.replace(f"{{{name}}}", str(path)) for word in words]
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        # A program of its own computes gradients.
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), torch.enable_grad():
             try:
                 code = main([verb, *words])
             except SystemExit as ended:  # argparse says what is wrong with a word
