@@ -46,6 +46,7 @@ CALLS = {
     "float rows": (STEP, (z(3, 4, 5), z(2, 4), z(2, 4), z(4, 5), z(2, 5), z(2, 5)), {"state_batch_indices": z(2)},
                    r"state_batch_indices is torch.float32 of shape \(2,\), expected 2 integers"),
     "given B with bias": (INNER, (z(2, 8, 5), *[z(1)] * 6, z(4, 3), z(4, 3)), {"B_proj_bias": z(3)}, "B was given"),
+    "integers to keep": (VARLEN, (IDS.long(), IDS[0], 3), {}, "is torch.int64, expected floating-point numbers"),
     "no bounds": (SSD, SEQUENCE, {"return_varlen_states": True}, "needs cu_seqlens"),
     "packed batch": (SSD, SEQUENCE, {"cu_seqlens": torch.tensor([0, 5])}, "batch of one, got a batch of 2"),
     "shape of D": (SSD, (*SEQUENCE, z(3)), {}, "axis 'h' is 3 in D_h but 4 in x_bshp"),
