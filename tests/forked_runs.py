@@ -208,7 +208,7 @@ def resumes(folder: Path) -> None:
 
 def deaths(_: Path) -> None:
     """One of three ranks dies while the others wait for it, or does not answer, or fails; or all of them leave."""
-    alive.QUIET = 4.0
+    alive.QUIET, alive.GRACE = 6.0, 2.0
     for rank, how in ((1, "die"), (0, "die"), (2, "stop"), (1, "fail"), (1, "leave")):
         print("codes", *ends(rank, how), flush=True)
 

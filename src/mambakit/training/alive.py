@@ -16,12 +16,13 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 EVERY = 0.2
 """Seconds between two looks at others."""
 WATCHED = 4
-"""Ranks that each looks at, the ones after it: what it costs does not grow with the number of ranks."""
+"""Ranks that each looks at, the ones after it and the first: what it costs does not grow with the number of ranks."""
 QUIET = 30.0
 """Seconds without a sign of life after which a rank counts as dead: one that was stopped, or whose machine is gone."""
 GRACE = 5.0
 """Seconds after another's failure, which may be everybody's: then each says so itself."""
 LEFT, FAILED = "left", "failed"
+GONE = (LEFT.encode(), FAILED.encode())
 CAUSE, NONE = "cause", "none"
 CODE = 1
 
@@ -41,7 +42,9 @@ class Alive:
     """Tells the others that this rank is alive, and ends this process if one of them is not. `end` never returns."""
 
     def __init__(self, rank: int, world: int, end: Callable[[str], Any] | None = None):
-        self._rank, self._others = rank, [(rank + 1 + i) % world for i in range(min(WATCHED, world - 1))]
+        self._rank, self._world = rank, world
+        after = [(rank + 1 + i) % world for i in range(min(WATCHED, world - 1))]
+        self._others = [other for other in dict.fromkeys((*after, 0)) if other != rank]
         self._end = end or _end
         # A connection of its own: others wait on theirs.
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -64,6 +67,11 @@ class Alive:
         self._thread.join()
         try:
             self._store.set(f"beat/{self._rank}", FAILED if failed else LEFT)
+            if self._rank == 0 and self._keeps_store_first():
+                # The others should have read this before it goes.
+                until, beats = time.monotonic() + GRACE, [f"beat/{other}" for other in range(1, self._world)]
+                while time.monotonic() < until and not all(b in GONE for b in self._store.multi_get(beats)):
+                    time.sleep(EVERY)
         except RuntimeError:  # whoever keeps the store is gone too
             return
 
@@ -86,15 +94,25 @@ class Alive:
                 elif cause.decode() != NONE:
                     told = ""  # somebody else has said it
             except RuntimeError:
-                if self._leaving.is_set():
+                how = seen[0][0] if self._rank else ""
+                if self._leaving.is_set() or how == LEFT:
                     return
-                dead = [other for other in self._others if _is_dead(self._who[other])]
-                lost = self._name(min(dead)) if dead else "who started this run, or the first rank,"
-                # Without the store, the first that is there speaks.
-                told = f"{lost} has died" if not any(o not in dead for o in self._others if o < self._rank) else ""
+                # Whoever keeps the store is gone, and with it the way to agree on who speaks.
+                speaks = self._rank == (1 if self._keeps_store_first() else 0)
+                told = f"{self._keeper()} has {FAILED if how == FAILED else 'died'}" if speaks else ""
             if told is not None:
                 self._lost.set()
+                if self._rank == 0 and self._keeps_store_first():
+                    # The others should read why before the store goes with this process.
+                    time.sleep(5 * EVERY)
                 self._end(told)
+
+    def _keeps_store_first(self) -> bool:
+        """Whether the first rank keeps the store, and not torchrun."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def _keeper(self) -> str:
+        return self._name(0) if self._keeps_store_first() else "torchrun, or the machine it keeps the store on,"
 
     def _find_lost(self, beats: dict[int, bytes], seen: dict[int, tuple[str, float]]) -> str | None:
         now = time.monotonic()
@@ -104,7 +122,7 @@ class Alive:
                 seen[other] = beat.decode(), now
             elif last == FAILED and now - since > GRACE:
                 return f"{self._name(other)} has failed"
-            elif last != LEFT and now - since > QUIET:
+            elif last not in (LEFT, FAILED) and now - since > QUIET:
                 return f"{self._name(other)} has given no sign of life for {QUIET:.0f} seconds"
             if beat.decode() not in (LEFT, FAILED) and _is_dead(self._who[other]):
                 # It may have said so in between.
