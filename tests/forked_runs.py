@@ -39,6 +39,7 @@ from mambakit.training.saving import Saving
 from trainer_cases import Silent, losses, make_documents, make_model, make_trainer
 
 KILLS = 20
+KILLS_OF_RANKS = int(os.environ.get("KILLS", "4"))
 KILLED = {"steps": 40, "save_every": 3, "evaluate_every": 10, "optimizer": "muon"}
 
 
@@ -165,6 +166,41 @@ def ranks(folder: Path) -> None:
     spread(folder / "1-lora", "ddp", 1, lora=2, **exact)
     for parallel in ("ddp", "fsdp"):
         spread(folder / f"2-{parallel}-lora", parallel, 2, lora=2, **exact)
+
+
+def rank_kills(folder: Path) -> None:
+    """One of two ranks is killed at random moments of computing time; both start again, until the run is at its end."""
+    before = time_of_children()
+    spread(folder / "whole", "fsdp", 2, **KILLED)
+    per_step = (time_of_children() - before) / 2 / KILLED["steps"]
+    draw, killed, runs = random.Random(0), 0, 0
+    while killed < KILLS_OF_RANKS:
+        where = folder / f"killed-{runs}"
+        while True:
+            which, patience = draw.randrange(2), draw.uniform(0, 20) * per_step if killed < KILLS_OF_RANKS else 1e9
+
+            def one(rank: int, which: int = which, patience: float = patience, where: Path = where) -> None:
+                ranks = Ranks("fsdp", "cpu")
+                if rank == which:
+                    end_after(patience, [signal.SIGKILL])
+                try:
+                    train(make_trainer(ranks, **KILLED), where, Bytes(), Silent())
+                finally:
+                    ranks.close()
+
+            codes = [outcome(child) for child in start_ranks(2, one)]
+            if codes[which] == 0:
+                break
+            assert codes[which] == -signal.SIGKILL, codes
+            killed += 1
+        assert losses(where) == losses(folder / "whole"), "a resumed run differs"
+        runs += 1
+    print(f"{killed} kills of a rank in {runs} runs")
+
+
+def time_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 MESHES = (
@@ -416,6 +452,7 @@ if __name__ == "__main__":
         "bad_steps": bad_steps,
         "contexts": contexts,
         "memory": memory,
+        "rank_kills": rank_kills,
         "resumes": resumes,
         "deaths": deaths,
         "aside": aside,

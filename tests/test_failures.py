@@ -9,13 +9,22 @@ import pytest
 from test_trainer_runs import forked_runs, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-KILLS = int(os.environ.get("KILLS", "2"))
-"""Of ranks under torchrun; each takes as long as starting them."""
+KILLS = os.environ.get("KILLS")
+"""How often to kill, where it is more than a few times."""
 
 
 def test_killed_under_torchrun(tmp_path):
-    told = started("killed_ranks.py", tmp_path / "runs", KILLS).splitlines()[-1]
-    assert told.startswith(f"{KILLS} kills, ")
+    """Each time takes as long as starting its processes."""
+    kills = KILLS or "1"
+    told = started("killed_ranks.py", tmp_path / "runs", kills).splitlines()[-1]
+    assert told.startswith(f"{kills} kills, ")
+
+
+def test_killed_ranks(tmp_path):
+    """Without torchrun: the ranks end by themselves, and are started again."""
+    assert forked_runs("rank_kills", tmp_path).startswith(f"{KILLS or 4} kills of a rank in ")
+    for folder in tmp_path.glob("killed-*"):
+        assert not list((folder / "checkpoints").glob(".*")), "something unfinished was left"
 
 
 def test_the_others_end(tmp_path):
