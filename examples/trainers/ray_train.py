@@ -46,7 +46,7 @@ def train(_: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=False)
         storage = ray.train.RunConfig(storage_path=folder, name="counting")
