@@ -6,7 +6,7 @@ python examples/trainers/fabric.py --tensor-parallel 2
 """
 
 import argparse
-from typing import Any
+from typing import Any, cast
 
 import torch
 from counting import LR, STEPS, compare, loss_of, make_model, rows
@@ -38,7 +38,7 @@ def main() -> None:
     fabric = Fabric(accelerator="cpu", devices=args.processes, strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(make_model())
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(mk.param_groups(model), lr=LR))
+    optimizer = cast(Any, fabric.setup_optimizers(torch.optim.AdamW(mk.param_groups(model), lr=LR)))
     losses = []
     for step in range(STEPS):
         # Processes that share heads have the same rows.

@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 examples/trainers/hf_trainer.py
 """
 
 import tempfile
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,14 +44,14 @@ class InOrder(Trainer):
             transformer_cls_names_to_wrap=["Layer"],
             cpu_ram_efficient_loading=False,
         )
-        state: Any = self.accelerator.state
+        state = cast(Any, self.accelerator.state)
         state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
         self.is_fsdp_enabled = True
 
-    def _get_train_sampler(self, *_: Any) -> Any:
+    def _get_train_sampler(self, *given: Any, **named: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
-    def create_optimizer(self, *given: Any) -> Any:
+    def create_optimizer(self, *given: Any, **named: Any) -> Any:
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW(mk.param_groups(self.model), lr=LR)  # type: ignore[arg-type]
         return self.optimizer
