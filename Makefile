@@ -17,7 +17,7 @@ KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint format bench gpu-check gpu-gate site kernels headers sanitize sanitize-threads fuzz mutations llama-check torture killed-ranks serve-proofs wheel wheel-check clean
+.PHONY: demo test quick check lint format bench gpu-check gpu-gate site kernels headers agreement arm sanitize sanitize-threads fuzz mutations llama-check torture killed-ranks serve-proofs wheel wheel-check clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -50,6 +50,39 @@ $(KERNELS): setup.py $(wildcard $(CSRC)/*)
 headers:
 	for header in $(CSRC)/*.h; do \
 		$(CXX) -std=c++17 -fsyntax-only -DMK_ISA=plain -DMK_WIDTH=4 -include $$header -x c++ /dev/null || exit 1; done
+
+# Every kernel against plain loops in double, without torch: one program, on this machine with each instruction set, and
+# for 64-bit Arm, cross-compiled and run by qemu as processors with none, one and both of the extensions.
+AGREEMENT := tests/arm/main.cpp $(wildcard tests/arm/*.h) $(wildcard $(CSRC)/*.h)
+AGREEMENT_CASES ?= 100
+agreement: kernels build/agreement
+	build/agreement $(KERNELS) $(AGREEMENT_CASES)
+
+build/agreement: $(AGREEMENT)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++17 -O1 -I$(CSRC) $< -o $@ -ldl -pthread
+
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_QEMU ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+ARM_PROCESSORS ?= cortex-a53 neoverse-n1 max
+ARM_CASES ?= 20
+arm:
+	@for tool in $(ARM_CXX) $(firstword $(ARM_QEMU)); do command -v $$tool > /dev/null || { \
+		echo "make arm needs a cross compiler and qemu: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
+	@$(MAKE) --no-print-directory build/arm/agreement build/arm/kernels.so
+	for cpu in $(ARM_PROCESSORS); do echo $$cpu; \
+		$(ARM_QEMU) -cpu $$cpu build/arm/agreement build/arm/kernels.so $(ARM_CASES) || exit 1; done
+
+build/arm/agreement: $(AGREEMENT)
+	@mkdir -p $(@D)
+	$(ARM_CXX) -std=c++17 -O1 -I$(CSRC) $< -o $@ -ldl -pthread
+
+build/arm/kernels.so: $(patsubst %,build/arm/%.o,library plain neon)
+	$(ARM_CXX) -shared $^ -o $@
+
+build/arm/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h)
+	@mkdir -p $(@D)
+	$(ARM_CXX) -std=c++17 -O2 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Werror=vla -c $< -o $@
 
 # The kernels once more with checks of every address and of undefined behaviour, and all tests that reach them.
 # Python itself is not built with the checker, hence the preloading; leaks would be those of the interpreter.

@@ -58,7 +58,7 @@ def tell(line: str) -> None:
 
 kernels = Extension(
     "mambakit.kernels.cpu._native",
-    sources=[str(CSRC / name) for name in ("library.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp")],
+    sources=[str(CSRC / name) for name in ("library.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp", "neon.cpp")],
     depends=[str(path) for path in sorted(CSRC.glob("*.h"))],
     language="c++",
     extra_compile_args=[*FLAGS, f"-ffile-prefix-map={Path.cwd()}=."],

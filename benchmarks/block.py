@@ -2,6 +2,7 @@
 
 python -m benchmarks.block            both shapes, all peers (about ten minutes)
 python -m benchmarks.block --quick    the small shape only
+python -m benchmarks.block --bfloat16 ours alone, the wide shape: bfloat16 beside float32
 
 Peers get our weights and their outputs are compared, so that all compute the same. They need the `bench` extra.
 """
@@ -9,6 +10,7 @@ Peers get our weights and their outputs are compared, so that all compute the sa
 import argparse
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,6 +173,62 @@ def measure(shape: str, threads: int, repeats: int, wanted: list[str]) -> list[d
     ]
 
 
+def narrow_tasks(family: str, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Training and forward in float32, with everything in bfloat16 (`.to`), and with float32 parameters (autocast)."""
+    n = SHAPES["wide"]
+    block, narrow = ours(n)[family], ours(n)[family].to(torch.bfloat16)
+    x_narrow = x.bfloat16()
+
+    def under_autocast() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return block(x)[0]
+
+    runs: dict[str, tuple[nn.Module, Callable[[], torch.Tensor]]] = {
+        "float32": (block, lambda: block(x)[0]),
+        "bfloat16": (narrow, lambda: narrow(x_narrow)[0]),
+        "autocast": (block, under_autocast),
+    }
+
+    def forward(run: Callable[[], torch.Tensor]) -> None:
+        with torch.no_grad():
+            run()
+
+    return {f"train {name}": partial(train, *of) for name, of in runs.items()} | {
+        f"forward {name}": partial(forward, run) for name, (_, run) in runs.items()
+    }
+
+
+def measure_bfloat16(threads: int, repeats: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(threads)
+    rows = []
+    for family in ours(SHAPES["wide"]):
+        for tokens in (512, 2048):
+            x = torch.randn(1, tokens, SHAPES["wide"]["d_model"], generator=torch.Generator().manual_seed(0))
+            gemms = {f"gemm {dtype}": gemm_task(dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+            tasks = {name: task for name, (task, _) in gemms.items()} | narrow_tasks(family, x)
+            times = {name: median(seconds) for name, seconds in interleaved(tasks, repeats).items()}
+            rates = [flops / times[name] / 1e9 for name, (_, flops) in gemms.items()]
+            rows += [
+                {
+                    **{"threads": threads, "family": family, "tokens": tokens, "what": what, "products": rates},
+                    **{name: 1e3 * times[f"{what} {name}"] for name in ("float32", "bfloat16", "autocast")},
+                }
+                for what in ("train", "forward")
+            ]
+    return rows
+
+
+def show_bfloat16(rows: list[dict[str, Any]]) -> None:
+    heads = ["threads", "family", "tokens", "what", "float32 ms", "bfloat16 ms", "of float32", "autocast of float32"]
+    lines = []
+    for row in rows:
+        sizes = [str(row[key]) for key in ("threads", "family", "tokens", "what")]
+        ratios = [f"{row[name] / row['float32']:.2f}" for name in ("bfloat16", "autocast")]
+        rates = [f"{rate:.0f}" for rate in row["products"]]
+        lines.append([*sizes, f"{row['float32']:.1f}", f"{row['bfloat16']:.1f}", *ratios, " / ".join(rates)])
+    print(table([*heads, "products G/s float32 / bfloat16"], lines))
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     cells = {(r["shape"], r["threads"], r["family"], r["library"], r["what"]): r["ms"] for r in rows}
     lines = []
@@ -192,7 +250,13 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", choices=KINDS, default=list(KINDS), help="what to time")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure at")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved rounds (median)")
+    parser.add_argument("--bfloat16", action="store_true", help="bfloat16 beside float32 instead of other libraries")
     arguments = parser.parse_args()
+    if arguments.bfloat16:
+        rows = [row for threads in arguments.threads for row in measure_bfloat16(threads, arguments.repeats)]
+        show_bfloat16(rows)
+        print(f"\nwritten to {write_json('block_bfloat16', {'shape': SHAPES['wide'], 'rows': rows}).name}")
+        return
     shapes = ["small"] if arguments.quick else list(SHAPES)
     rows = [
         row

@@ -53,9 +53,11 @@ def bytes_per_token(model: LanguageModel) -> int:
     return weight_bytes(model) - (0 if tied else model.backbone.embedding.weight.nbytes)
 
 
-def state_bytes(model: LanguageModel, batch: int) -> int:
+def state_bytes(model: LanguageModel, batch: int, states: str = "float32") -> int:
     """Of the states that a step reads and writes."""
-    return 2 * sum(t.nbytes for cache in model.fresh_cache(batch) for t in cache if isinstance(t, Tensor))
+    carried = [field for cache in model.fresh_cache(batch) for field in cache._asdict().items()]
+    halved = {"ssm_bhpr"} if states == "bfloat16" else set()
+    return 2 * sum(t.nbytes // (2 if name in halved else 1) for name, t in carried if isinstance(t, Tensor))
 
 
 def prefill_flops(model: LanguageModel, tokens: int) -> float:
@@ -78,9 +80,9 @@ def reader(model: LanguageModel) -> tuple[Callable[[], Any], int]:
     return read, bytes_read
 
 
-def our_step(model: LanguageModel, batch: int, backend: str) -> Callable[[], Any]:
+def our_step(model: LanguageModel, batch: int, backend: str, states: str = "float32") -> Callable[[], Any]:
     ids = torch.ones(batch, 8, dtype=torch.int64)
-    run = stream(model, ids, max_new_tokens=1 << 30, temperature=0, backend=backend)
+    run = stream(model, ids, max_new_tokens=1 << 30, temperature=0, backend=backend, states=states)
     return lambda: next(run)
 
 

@@ -12,6 +12,7 @@ known, relative to that of its own tokens alone, in an engine without known stat
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmarks.measure import interleaved, median, progress, resident_bytes, ta
 from mambakit import LanguageModel, Mamba2Config, ModelConfig, PrefixCache, quantize
 from mambakit.inference import Engine, Request
 
-STREAMS = (1, 2, 4, 8, 16, 17, 32, 64)
+STREAMS = (1, 2, 4, 8, 16, 17, 32, 33, 64)
 WORKLOADS = ((1600, 600), (1500, 700))
 SIZES = {
     "bytes 4M": ModelConfig(block=Mamba2Config(d_model=256), n_layer=8, vocab_size=257),
@@ -43,15 +44,17 @@ def begin(model: LanguageModel, streams: int) -> tuple[Engine, list[Request]]:
     return engine, requests
 
 
-def measure_streams(name: str, model: LanguageModel, repeats: int, steps: int) -> list[dict[str, Any]]:
+def measure_streams(
+    name: str, model: LanguageModel, repeats: int, steps: int, numbers: Sequence[int]
+) -> list[dict[str, Any]]:
     """Steps at every number of streams, interleaved; the first and the last stream of each are compared with alone."""
-    engines = {streams: begin(model, streams) for streams in STREAMS}
+    engines = {streams: begin(model, streams) for streams in numbers}
 
     def run(streams: int) -> None:
         for _ in range(steps):
             engines[streams][0].step()
 
-    times = interleaved({streams: partial(run, streams) for streams in STREAMS}, repeats)
+    times = interleaved({streams: partial(run, streams) for streams in numbers}, repeats)
     rows = []
     for streams, seconds in times.items():
         equal = True
@@ -140,6 +143,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the byte model alone, three rounds")
     parser.add_argument("--model", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--what", choices=("streams", "first"), nargs="+", default=["streams", "first"])
+    parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS), metavar="N")
+    parser.add_argument("--weights", choices=("float32", "int8"), nargs="+", default=["float32", "int8"])
     parser.add_argument("--memory", action="store_true", help="resident memory instead of times")
     parser.add_argument("--requests", type=int, default=1000, help="of --memory")
     parser.add_argument("--threads", type=int, default=2)
@@ -160,8 +165,9 @@ def main() -> None:
         torch.manual_seed(0)
         model = LanguageModel(SIZES[name])
         if "streams" in arguments.what:
-            for kind, one in {"float32": model, "int8": quantize(model, 8)}.items():
-                streams += measure_streams(f"{name} {kind}", one, repeats, 20 if small else 2)
+            for kind in arguments.weights:
+                one = model if kind == "float32" else quantize(model, 8)
+                streams += measure_streams(f"{name} {kind}", one, repeats, 20 if small else 2, arguments.streams)
         if "first" in arguments.what:
             first += measure_first_tokens(name, model, 66 if small else 2 + repeats)
     show(streams, first)

@@ -10,17 +10,14 @@ import re
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from benchmarks.gpu_traffic import Cost, kernels, official
 from mambakit import SsdPath, ssd
-from mambakit.kernels.triton import ssd as kernels
-from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.gate import TARGETS
-from mambakit.kernels.triton.launch import Launch, recording
+from mambakit.kernels.triton.shapes import shapes
 from mambakit.kernels.triton.tiles import CANDIDATES, TABLE
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
-B, S, H, P, R = 8, 2048, 24, 64, 128
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -32,13 +29,14 @@ def gate_table() -> str:
     """A line per shape and dtype: the most shared memory and registers on any target, and what does not fit."""
     rows = json.loads(TABLE.read_text("utf-8"))["rows"]
     lines = []
-    for shape, dtype in dict.fromkeys((row["shape"], row["dtype"]) for row in rows):
+    every = [(shape.name, name) for name in ("bfloat16", "float32") for shape in shapes(getattr(torch, name))]
+    for shape, dtype in sorted(every, key=lambda pair: not pair[0].startswith("ssd")):
         mine = [row for row in rows if (row["shape"], row["dtype"]) == (shape, dtype)]
         fits = [row for row in mine if row["reason"] is None]
         found = [facts for row in fits for facts in row["kernels"].values()]
         refused = "; ".join(f"{row['target']}: {row['reason']}" for row in mine if row["reason"] is not None)
         missing = [target for target in TARGETS if target not in {row["target"] for row in mine}]
-        left = ", ".join(missing)
+        left = "all" if len(missing) == len(TARGETS) else ", ".join(missing)
         shown = [f"{max(f[name] for f in found):,}" if found else "-" for name in ("shared", "registers")]
         lines.append([shape, dtype, f"{len(fits)} of {len(mine)}", *shown, refused or "-", left or "-"])
     return markdown(
@@ -47,74 +45,41 @@ def gate_table() -> str:
 
 
 def tiles_table() -> str:
+    """Of the heads that were compiled; per target and pass, bfloat16 and float32."""
     tiles = json.loads(TABLE.read_text("utf-8"))["tiles"]
-    keys = [f"{pass_} {parts}{ranks}" for parts in (1, 3) for ranks in ("", " ranks") for pass_ in CANDIDATES]
-    head = ["target", *(re.sub("[13]", lambda m: {"1": "bfloat16", "3": "float32"}[m[0]], key) for key in keys)]
-    shown = [
-        [target, *("x".join(map(str, found[k][:3])) if k in found else "-" for k in keys)]
-        for target, found in tiles.items()
+    heads = list(dict.fromkeys(key.split()[2] for found in tiles.values() for key in found if "x" in key))
+    dtypes = {"1": "bfloat16", "3": "float32"}
+
+    def shown(found: list[int] | None) -> str:
+        return (
+            "-" if found is None else "x".join(map(str, found[:3])) + (f", {found[3]} warps" if found[3] != 4 else "")
+        )
+
+    lines = [
+        [f"{pass_} {name}", head, *(shown(tiles.get(target, {}).get(f"{pass_} {parts} {head}")) for target in TARGETS)]
+        for pass_ in CANDIDATES
+        for parts, name in dtypes.items()
+        for head in heads
     ]
-    return markdown(head, shown)
-
-
-def bytes_of(launch: Launch) -> int:
-    """Every tensor once: what has to move at least."""
-    return sum(x.numel() * x.element_size() for x in launch.arguments if isinstance(x, Tensor))
-
-
-def multiplications(launch: Launch) -> float:
-    """Of the matrix products, each counted once, however many parts it is taken in."""
-    n = launch.sizes
-    rows, own = B * S, n["BT"]
-    state, pairs_r, pairs_p = 2.0 * rows * H * P * R, 2.0 * rows * H * own * R, 2.0 * rows * H * own * P
-    return {
-        "ssd.walk_states": state,
-        "ssd.read_chunks": state + pairs_r + pairs_p,
-        "ssd.grad_values": 2 * state + pairs_r + 2 * pairs_p + 2.0 * rows * H * own * own,
-        "ssd.grad_keys": 2 * state + pairs_p * (R // n["BR"]) + 4.0 * rows * own * R,
-    }[launch.kernel]
+    return markdown(["pass", "head", *TARGETS], lines)
 
 
 def traffic_table() -> str:
-    def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
+    """Each kernel, and what an operation's come to beside the official ones."""
+    theirs, lines = official(), []
 
-    wide = torch.float32
-    v, b = empty(B, S, 1, H, P), empty(B, S, 1, 1, R)
-    state = empty(B, H, P, R, dtype=wide)
-    inputs = (v, b, b, *(empty(B, S, H, dtype=wide) for _ in range(3)), state, None, 0)
-    lines = []
-    for name, call in (
-        ("forward", lambda: kernels.forward(EXACT, *inputs)),
-        ("backward", lambda: kernels.backward(EXACT, [v, state], *inputs, [True] * 7)),
-    ):
-        with recording() as log:
-            call()
-        for launch in log:
-            mirrored = ", mirrored" if launch.sizes.get("BACK") else ""
-            moved, products = bytes_of(launch) / 1e6, multiplications(launch) / 1e9
-            lines.append([name, launch.kernel.removeprefix("ssd.") + mirrored, f"{moved:.0f}", f"{products:.1f}"])
-        total = (sum(map(bytes_of, log)) / 1e6, sum(map(multiplications, log)) / 1e9)
-        lines.append([name, "**together**", f"**{total[0]:.0f}**", f"**{total[1]:.1f}**"])
-    for name, moved, products in official():
-        lines.append(["official forward", name, f"{moved / 1e6:.0f}", f"{products / 1e9:.1f}"])
-    moved, products = sum(row[1] for row in official()) / 1e6, sum(row[2] for row in official()) / 1e9
-    lines.append(["official forward", "**together**", f"**{moved:.0f}**", f"**{products:.1f}**"])
-    return markdown(["pass", "kernel", "MB", "GFLOP"], lines)
+    def shown(costs: list[Cost]) -> list[str]:
+        return [f"{sum(c.moved for c in costs) / 1e6:,.0f}", f"{sum(c.computed for c in costs) / 1e9:,.2f}"]
 
-
-def official(chunk: int = 256) -> list[tuple[str, float, float]]:
-    """The five kernels of the official Mamba-2 forward, counted from the tensors they exchange."""
-    x, bc, per_head = 2.0 * B * S * H * P, 2.0 * B * S * R, 4.0 * B * S * H
-    states, pairs = 4.0 * B * (S // chunk) * H * P * R, 4.0 * B * S * chunk
-    state = 2.0 * B * S * H * P * R
-    return [
-        ("cumulative sums", per_head / 2 + 2 * per_head, 0),
-        ("chunk states", x + bc + 2 * per_head + states, state),
-        ("state passing", 2 * states, 0),
-        ("C B of a chunk", 2 * bc + pairs, 2.0 * B * S * chunk * R),
-        ("chunk scan", pairs + 2 * x + 2 * per_head + bc + states, state + 2.0 * B * S * H * chunk * P),
-    ]
+    for operation, costs in kernels().items():
+        other = theirs.get(operation)
+        beside = ["-"] * 3 if other is None else [str(len(other)), *shown(other)]
+        if len(costs) > 1:
+            lines += [[operation, cost.kernel, *shown([cost]), "", "", ""] for cost in costs]
+            lines.append([operation, "**together**", *(f"**{number}**" for number in shown(costs)), *beside])
+        else:
+            lines.append([operation, costs[0].kernel, *shown(costs), *beside])
+    return markdown(["operation", "kernel", "MB", "GFLOP", "official kernels", "MB", "GFLOP"], lines)
 
 
 def precision_table() -> str:
@@ -137,6 +102,12 @@ def put(page: str, name: str, made: str) -> str:
     return re.sub(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", lambda m: m[1] + made + m[2], page, flags=re.DOTALL)
 
 
+def fill(page: str) -> str:
+    for name, make in (("gate", gate_table), ("tiles", tiles_table), ("traffic", traffic_table)):
+        page = put(page, name, make())
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", action="store_true")
@@ -144,8 +115,7 @@ def main() -> None:
     if parser.parse_args().precision:
         page = put(page, "precision", precision_table())
     else:
-        for name, make in (("gate", gate_table), ("tiles", tiles_table), ("traffic", traffic_table)):
-            page = put(page, name, make())
+        page = fill(page)
     PAGE.write_text(page, "utf-8")
 
 

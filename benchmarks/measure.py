@@ -9,7 +9,8 @@ from typing import Any
 
 from mambakit.tools.measure import environment, gemm_task, interleaved, median, peak_bytes, progress, table
 
-__all__ = ["gemm_task", "interleaved", "median", "peak_bytes", "progress", "resident_bytes", "table", "write_json"]
+__all__ = ["gemm_task", "interleaved", "median", "peak_bytes", "progress", "table"]
+__all__ += ["peak_resident_bytes", "resident_bytes", "write_json"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -28,6 +29,12 @@ def machine() -> dict[str, Any]:
 def resident_bytes() -> int:
     """Of this process's memory, as Linux counts it."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """The most that it has had since the program began; `getrusage` may tell that of the process that started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def write_json(name: str, result: dict[str, Any]) -> Path:

@@ -2,6 +2,7 @@
 
 python -m benchmarks.pictures            all, into docs/pictures
 python -m benchmarks.pictures --out DIR
+python -m benchmarks.pictures --drawn    those that nothing is measured for
 """
 
 import argparse
@@ -22,7 +23,7 @@ LAYERS, VOCABULARY, PROMPT, NEW = 6, 50_288, 1024, 16
 ROOMS = (
     ("cli   serving", "verbs and HTTP"),
     ("training   inference   tools", "loops over a model: train it, many requests through it, look at it"),
-    ("checkpoints   text", "formats as data; tokens, documents, chat templates"),
+    ("checkpoints   text   parallel", "formats as data; tokens, documents, chat templates; several ranks"),
     ("models", "stacks of layers; a layer is a list of blocks, each  x += block(norm(x))"),
     ("blocks", "mamba1  mamba2  mamba3  attention  mlp  moe  parallel: one file each, one record each"),
     ("ops", "one operation per file: contract, plain form, derivative"),
@@ -99,14 +100,45 @@ def draw_architecture(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_boundary(path: Path) -> None:
+    """What crosses from one share of a sequence to the next; see docs/parallel.md."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.axis("off")
+    axes.set(xlim=(0, 12), ylim=(0, 5.6))
+
+    def box(x: float, y: float, width: float, height: float, says: str, color: str) -> None:
+        axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.05", fc=color, ec="#5b8a8f"))
+        axes.text(x + width / 2, y + height / 2, says, ha="center", va="center", fontsize=9)
+
+    def arrow(start: tuple[float, float], end: tuple[float, float]) -> None:
+        axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#5b8a8f"})
+
+    for rank in range(3):
+        x = 0.2 + 4 * rank
+        box(x, 4.5, 3.6, 0.8, f"rank {rank}\nits tokens of the sequence", "#e8f1f2")
+        arrow((x + 1.8, 4.42), (x + 1.8, 3.98))
+        arrow((x + 1.8, 2.82), (x + 1.8, 2.38))
+        box(x, 1.5, 3.6, 0.8, "follow all shares from the\nfirst to the last", "#f7efe2")
+        arrow((x + 1.8, 1.42), (x + 1.8, 0.98))
+        box(x, 0.1, 3.6, 0.8, f"scan, from the state\nthat enters rank {rank}", "#e8f1f2")
+    told = "state written, total decay, rotation, last token; as many bytes for a thousand tokens as for a million"
+    box(0.2, 2.9, 11.6, 1.0, f"one all-gather per layer: what a share does to whatever enters it\n{told}", "#dde8d8")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drawn", action="store_true", help="only those that nothing is measured for")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "pictures")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     draw_architecture(args.out / "architecture.png")
+    draw_boundary(args.out / "boundary.png")
+    if args.drawn:
+        return
     block = mk.Mamba3Config(d_model=256, state_rank=64)
     mamba = mk.LanguageModel(mk.ModelConfig(block=block, n_layer=6, vocab_size=257))
     ours, other = why_mamba.measure([mamba, why_mamba.transformer_like(mamba)])

@@ -3,40 +3,57 @@
 python -m benchmarks.products                     prompts and decoding of a 130M Mamba-2 (some minutes)
 python -m benchmarks.products --family mamba1     another family
 python -m benchmarks.products --what memory       peak memory of loading and decoding, each in a process of its own
-python -m benchmarks.products --quick             few rounds
+python -m benchmarks.products --what decoding --batches 1 --formats int8    some cells, beside those of float32
+python -m benchmarks.products --what joined       the tables of all cells that were measured so far
 
-All figures of a table are medians of the same rounds, with the machine's own beside: torch's products of large matrices
-in float32, bfloat16 and int8, and a loop that only reads the float32 weights. "x float32" is relative to the float32
-model of the same table. "% of bytes" is the time in which a step's weights could be read and its states read and
-written, relative to that of the step.
+Every run replaces the cells that it measures in one file, so that a table may be made in pieces. Figures are medians,
+and what is compared comes from the same rounds: "x float32" is relative to the float32 model, "% of bytes" is the time
+in which a step's weights could be read and its states read and written, at the speed of a loop that only reads the
+float32 weights, relative to that of the step. The machine's own products are those of large matrices in torch.
 """
 
 import argparse
-import resource
+import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.decode import BLOCKS, VOCABULARY, bytes_per_token, our_prefill, our_step, reader, state_bytes
-from benchmarks.measure import gemm_task, interleaved, median, resident_bytes, table, write_json
+from benchmarks.measure import (
+    RESULTS,
+    gemm_task,
+    interleaved,
+    median,
+    peak_resident_bytes,
+    resident_bytes,
+    table,
+    write_json,
+)
 from mambakit import LanguageModel, ModelConfig, load_model, quantize, save_model
 
-FORMATS: dict[str, Callable[[LanguageModel], LanguageModel]] = {
-    "float32": lambda model: model,
-    "bfloat16": lambda model: quantize(model, 16),
-    "int8": lambda model: quantize(model, 8),
-    "int4": lambda model: quantize(model, 4),
-    "bfloat16, weights alone": lambda model: quantize(model, 16, activations="float32"),
-    "int8, weights alone": lambda model: quantize(model, 8, activations="float32"),
-    "int4, weights alone": lambda model: quantize(model, 4, activations="float32"),
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"bits": 16},
+    "int8": {"bits": 8},
+    "int4": {"bits": 4},
+    "bfloat16, weights alone": {"bits": 16, "activations": "float32"},
+    "int8, weights alone": {"bits": 8, "activations": "float32"},
+    "int4, weights alone": {"bits": 4, "activations": "float32"},
+    "bfloat16, states too": {"bits": 16},
+    "int8, states in bfloat16": {"bits": 8},
+    "int4, states in bfloat16": {"bits": 4},
 }
 SHORT = ("float32", "bfloat16", "int8", "int4")
 PROMPTS, BATCHES = (512, 2048), (1, 8, 16, 32, 64)
+KEYS = ("family", "threads", "what", "size", "format")
+"""What tells a cell from others."""
+
+Cell = dict[str, Any]
 
 
 def int8_task(size: int = 2048) -> tuple[Callable[[], Any], float]:
@@ -49,112 +66,200 @@ def machine_tasks() -> dict[str, tuple[Callable[[], Any], float]]:
     return {"float32": gemm_task(), "bfloat16": gemm_task(torch.bfloat16), "int8": int8_task()}
 
 
-def in_its_rounds(tasks: dict[Any, Callable[[], Any]], repeats: int) -> tuple[dict[Any, float], str]:
-    """Seconds of each, and a line about the machine in the same rounds."""
+def states_of(format: str) -> str:
+    """What its states are kept in between tokens."""
+    return "bfloat16" if "states" in format else "float32"
+
+
+def make_model(family: str, format: str, folder: Path | None) -> LanguageModel:
+    """One of the 130M shapes; from `folder` if it was kept there."""
+    format = format.partition(", states")[0]
+    kept = None if folder is None else folder / f"{family}-{format}"
+    if kept is not None and kept.is_dir():
+        return load_model(kept)
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(block=BLOCKS[family], n_layer=24, vocab_size=VOCABULARY)).eval()
+    if FORMATS[format]:
+        model = quantize(model, **FORMATS[format], in_place=True)
+    if kept is not None:
+        save_model(model, kept)
+    return model
+
+
+def with_machine(tasks: dict[Any, Callable[[], Any]], repeats: int) -> tuple[dict[Any, float], dict[str, float]]:
+    """Seconds of each, and the machine's own operations per second in the same rounds."""
     products = machine_tasks()
     times = interleaved({**{("machine", name): task for name, (task, _) in products.items()}, **tasks}, repeats)
-    speeds = [
-        f"{name} {products[name][1] / median(times.pop(('machine', name))) / 1e9:,.0f} Gop/s" for name in products
+    speeds = {name: products[name][1] / median(times.pop(("machine", name))) for name in products}
+    return {key: median(seconds) for key, seconds in times.items()}, speeds
+
+
+def measure_prompt(models: dict[str, LanguageModel], tokens: int, repeats: int) -> list[Cell]:
+    ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
+    seconds, speeds = with_machine({name: our_prefill(model, ids) for name, model in models.items()}, repeats)
+    return [
+        {
+            "what": "prompts",
+            "size": tokens,
+            "format": name,
+            "seconds": own,
+            "beside": seconds["float32"],
+            "speeds": speeds,
+        }
+        for name, own in seconds.items()
     ]
-    told = f"{torch.get_num_threads()} threads; torch's products: {', '.join(speeds)}"
-    return {key: median(seconds) for key, seconds in times.items()}, told
 
 
-def measure_prompts(models: dict[str, LanguageModel], repeats: int) -> list[dict[str, Any]]:
-    rows = []
-    for tokens in PROMPTS:
-        ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
-        seconds, told = in_its_rounds({name: our_prefill(model, ids) for name, model in models.items()}, repeats)
-        print(f"\nprompts of {tokens}, {told}\n")
-        rows += [{"tokens": tokens, "format": name, "seconds": own, "machine": told} for name, own in seconds.items()]
-        lines = [
-            [name, f"{1e3 * own:.0f}", f"{tokens / own:,.0f}", f"{seconds['float32'] / own:.2f}"]
-            for name, own in seconds.items()
-        ]
-        print(table(["weights", "ms", "tokens/s", "x float32"], lines))
-    return rows
-
-
-def measure_decoding(models: dict[str, LanguageModel], repeats: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure_decoding(models: dict[str, LanguageModel], batches: Iterable[int], repeats: int) -> list[Cell]:
     read, bytes_read = reader(models["float32"])
     tasks: dict[Any, Callable[[], Any]] = {"read": read}
     for batch in batches:
-        tasks |= {(name, batch): our_step(model, batch, "auto") for name, model in models.items()}
-    seconds, told = in_its_rounds(tasks, repeats)
-    bandwidth = bytes_read / seconds.pop("read")
-    print(f"\ndecoding, {told}; memory {bandwidth / 1e9:.1f} GB/s; tokens/s (% of bytes)\n")
-    rows = []
-    for (name, batch), own in seconds.items():
-        floor = (bytes_per_token(models[name]) + state_bytes(models[name], batch)) / bandwidth
-        rows.append({"format": name, "batch": batch, "seconds": own, "floor": floor, "machine": told})
-    found = {(row["format"], row["batch"]): row for row in rows}
-    lines = []
-    for name in models:
-        own = [found[name, batch] for batch in batches]
-        lines.append([name, *(f"{r['batch'] / r['seconds']:,.0f} ({r['floor'] / r['seconds']:.0%})" for r in own)])
-    print(table(["weights", *(f"batch {batch}" for batch in batches)], lines))
-    return rows
+        tasks |= {(name, batch): our_step(model, batch, "auto", states_of(name)) for name, model in models.items()}
+    times = {key: median(seconds) for key, seconds in interleaved(tasks, repeats).items()}
+    bandwidth = bytes_read / times.pop("read")
+    cells = []
+    for (name, batch), own in times.items():
+        read_and_written = bytes_per_token(models[name]) + state_bytes(models[name], batch, states_of(name))
+        cells.append(
+            {
+                "what": "decoding",
+                "size": batch,
+                "format": name,
+                "seconds": own,
+                "beside": times["float32", batch],
+                "floor": read_and_written / bandwidth,
+                "bandwidth": bandwidth,
+            }
+        )
+    return cells
 
 
 def peak_of(folder: str) -> None:
     """In a process of its own: loads the model, reads a short prompt and decodes 32 tokens."""
-    started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    started = peak_resident_bytes()
     step = our_step(load_model(folder), 1, "auto")
     for _ in range(32):
         step()
-    print(started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
+    print(started, peak_resident_bytes(), resident_bytes())
 
 
-def measure_memory(model: LanguageModel) -> list[dict[str, Any]]:
-    rows = []
-    with tempfile.TemporaryDirectory() as parent:
-        for name in SHORT:
-            folder = Path(parent, name)
-            save_model(FORMATS[name](model), folder)
-            command = [sys.executable, "-m", "benchmarks.products", "--peak-of", str(folder)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            started, peak, after = map(int, done.stdout.split())
-            size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-            rows.append({"format": name, "file": size, "peak": peak - started, "after": after - started})
-    lines = [
-        [
-            row["format"],
-            *(f"{row[key] / 1e6:,.0f}" for key in ("file", "peak", "after")),
-            f"{row['peak'] / row['file']:.2f}",
+def measure_memory(family: str, formats: Iterable[str], threads: int, folder: Path) -> list[Cell]:
+    cells = []
+    for name in formats:
+        kept = folder / f"{family}-{name}"
+        if not kept.is_dir():
+            make_model(family, name, folder)
+        command = [sys.executable, "-m", "benchmarks.products", "--threads", str(threads), "--peak-of", str(kept)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        started, peak, after = map(int, done.stdout.split())
+        size = sum(path.stat().st_size for path in kept.glob("*.safetensors"))
+        own = {"file": size, "started": started, "peak": peak - started, "after": after - started}
+        cells.append({"what": "memory", "size": 1, "format": name, **own})
+    return cells
+
+
+def show_prompts(cells: list[Cell]) -> None:
+    for tokens in sorted({cell["size"] for cell in cells}):
+        own = [cell for cell in cells if cell["size"] == tokens]
+        speeds = ", ".join(f"{name} {speed / 1e9:,.0f}" for name, speed in own[0]["speeds"].items())
+        print(f"\nprompts of {tokens}; torch's products, Gop/s: {speeds}\n")
+        lines = [
+            [
+                c["format"],
+                f"{1e3 * c['seconds']:.0f}",
+                f"{tokens / c['seconds']:,.0f}",
+                f"{c['beside'] / c['seconds']:.2f}",
+            ]
+            for c in own
         ]
-        for row in rows
+        print(table(["weights", "ms", "tokens/s", "x float32"], lines))
+
+
+def show_decoding(cells: list[Cell]) -> None:
+    batches = sorted({cell["size"] for cell in cells})
+    found = {(cell["format"], cell["size"]): cell for cell in cells}
+    read = ", ".join(sorted({f"{cell['bandwidth'] / 1e9:.1f}" for cell in cells}))
+    print(f"\ndecoding, tokens/s (% of bytes; x float32); memory is read at {read} GB/s\n")
+    lines = []
+    for name in dict.fromkeys(cell["format"] for cell in cells):
+        own = [found.get((name, batch)) for batch in batches]
+        lines.append([name, *("" if cell is None else shown(cell) for cell in own)])
+    print(table(["weights", *(f"batch {batch}" for batch in batches)], lines))
+
+
+def shown(cell: Cell) -> str:
+    rate, share = cell["size"] / cell["seconds"], cell["floor"] / cell["seconds"]
+    return f"{rate:,.0f} ({share:.0%}; {cell['beside'] / cell['seconds']:.2f})"
+
+
+def show_memory(cells: list[Cell]) -> None:
+    lines = [
+        [c["format"], *(f"{c[key] / 1e6:,.0f}" for key in ("file", "peak", "after")), f"{c['peak'] / c['file']:.2f}"]
+        for c in cells
     ]
+    print("\nmemory\n")
     print(table(["weights", "MB on disk", "peak MB beyond imports", "MB while decoding", "peak / file"], lines))
-    return rows
+
+
+def show(cells: list[Cell]) -> None:
+    for family, threads in dict.fromkeys((cell["family"], cell["threads"]) for cell in cells):
+        print(f"\n{family}, {threads} thread{'s' if threads > 1 else ''}")
+        for what, tell in (("prompts", show_prompts), ("decoding", show_decoding), ("memory", show_memory)):
+            own = [c for c in cells if (c["family"], c["threads"], c["what"]) == (family, threads, what)]
+            if own:
+                tell(own)
+
+
+def measured_before() -> list[Cell]:
+    file = RESULTS / "products.json"
+    return json.loads(file.read_text())["cells"] if file.is_file() else []
+
+
+def joined(before: list[Cell], new: list[Cell]) -> list[Cell]:
+    """Each cell as it was measured last, in the order of the tables."""
+
+    def key(cell: Cell) -> tuple[Any, ...]:
+        return tuple(cell[name] for name in KEYS)
+
+    found = {key(cell): cell for cell in [*before, *new]}
+    return sorted(found.values(), key=lambda cell: (*key(cell)[:-1], [*FORMATS].index(cell["format"])))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three rounds, without weights alone")
+    words = ("prompts", "decoding", "memory", "joined")
+    parser.add_argument("--what", choices=words, nargs="+", default=["prompts", "decoding"])
     parser.add_argument("--family", choices=BLOCKS, default="mamba2")
-    parser.add_argument("--what", choices=("prompts", "decoding", "memory"), nargs="+", default=["prompts", "decoding"])
+    parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(SHORT), help="beside float32")
+    parser.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS), help="their lengths")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="rows that are decoded")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7, help="interleaved rounds (median)")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="interleaved rounds (median); three times as many of decoding"
+    )
+    parser.add_argument("--keep", type=Path, help="a folder for the models, from which the next run takes them")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     if arguments.peak_of:
         peak_of(arguments.peak_of)
         return
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(block=BLOCKS[arguments.family], n_layer=24, vocab_size=VOCABULARY)).eval()
-    repeats = 3 if arguments.quick else arguments.repeats
-    names = SHORT if arguments.quick else FORMATS
-    models = {} if arguments.what == ["memory"] else {name: FORMATS[name](model) for name in names}
-    found: dict[str, Any] = {"family": arguments.family}
-    if "prompts" in arguments.what:
-        found["prompts"] = measure_prompts(models, repeats)
-    if "decoding" in arguments.what:
-        found["decoding"] = measure_decoding(models, 3 * repeats, tuple(arguments.batches))
+    formats, new = list(dict.fromkeys(["float32", *arguments.formats])), []
+    if {"prompts", "decoding"} & {*arguments.what}:
+        models = {name: make_model(arguments.family, name, arguments.keep) for name in formats}
+        for tokens in arguments.prompts if "prompts" in arguments.what else ():
+            new += measure_prompt(models, tokens, arguments.repeats)
+        if "decoding" in arguments.what:
+            new += measure_decoding(models, arguments.batches, 3 * arguments.repeats)
     if "memory" in arguments.what:
-        found["memory"] = measure_memory(model)
-    print(f"\nwritten to {write_json('products', found).name}")
+        with tempfile.TemporaryDirectory() as own:
+            folder = arguments.keep or Path(own)
+            new += measure_memory(arguments.family, arguments.formats, arguments.threads, folder)
+    for cell in new:
+        cell |= {"family": arguments.family, "threads": arguments.threads}
+    cells = joined(measured_before(), new)
+    show(cells if "joined" in arguments.what else joined([], new))
+    print(f"\nwritten to {write_json('products', {'cells': cells}).name}")
 
 
 if __name__ == "__main__":

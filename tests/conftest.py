@@ -1,5 +1,6 @@
 """One thread and deterministic algorithms for every test; golden vectors and the tolerance table."""
 
+import ctypes
 import json
 import os
 import re
@@ -58,6 +59,7 @@ SLOW = {
     "test_moe.py::test_operator",
     "test_mutations.py::",
     "test_other_trainers.py::",
+    "test_outline.py::test_loading_brings_no_shape_reasoning_along",
     "test_quantization.py::test_loss_on_text",
     "test_rotation.py::test_quaternion_product_is_a_proper_operator",
     "test_serve_description.py::",
@@ -67,6 +69,9 @@ SLOW = {
     "test_sessions.py::test_killed_while_parking",
     "test_trainer_runs.py::",
     "test_training.py::test_narrow_dtypes_learn_like_float32",
+    "test_triton_gate.py::test_compiles_as_the_table_says",
+    "test_triton_hidden.py::",
+    "test_triton_interpreter.py::",
 }
 
 
@@ -110,3 +115,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "golden(*families): run once per golden case of these families")
+
+
+@pytest.fixture
+def without_extension():
+    """The kernels as on a processor that has nothing beyond its instruction set: no products of narrow numbers."""
+    # Not above: backends are asked in the order in which the package itself imports them.
+    from mambakit.kernels.cpu.library import EXTENSIONS, library
+
+    found = library()
+    found.native.mk_set_extension(ctypes.c_int64(0))
+    yield
+    found.native.mk_set_extension(ctypes.c_int64(EXTENSIONS.index(found.extension)))

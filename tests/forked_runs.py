@@ -120,11 +120,11 @@ def start_ranks(world: int, work: Callable[[int], None]) -> list[int]:
     return [forked(lambda rank=rank: one(rank)) for rank in range(world)]
 
 
-def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1) -> None:
-    """So many processes that know each other, `context` of them with shares of the same rows."""
+def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: int = 1, tensor: int = 1) -> None:
+    """So many processes that know each other; some may have shares of the same rows, some of the same heads."""
 
     def one(rank: int) -> None:
-        ranks = Ranks(parallel, "cpu", context)
+        ranks = Ranks(parallel, "cpu", context, tensor)
         work(ranks)
         ranks.close()
 
@@ -132,13 +132,13 @@ def on_ranks(parallel: str, world: int, work: Callable[[Ranks], None], context: 
     assert codes == [0] * world, codes
 
 
-def spread(folder: Path, parallel: str, world: int, context: int = 1, **changed) -> None:
+def spread(folder: Path, parallel: str, world: int, context: int = 1, tensor: int = 1, **changed) -> None:
     """One run on so many ranks."""
 
     def work(ranks: Ranks) -> None:
         train(make_trainer(ranks, **changed), folder, Bytes(), Silent())
 
-    on_ranks(parallel, world, work, context)
+    on_ranks(parallel, world, work, context, tensor)
 
 
 def resumed(source: Path, target: Path, parallel: str, world: int, **changed) -> None:
@@ -367,6 +367,21 @@ def contexts(folder: Path) -> None:
     resumed(folder / "2-ddp", folder / "2-ddp-then-4-fsdp", "fsdp", 4, context=2, **exact)
 
 
+def tensors(folder: Path) -> None:
+    """Ranks that share heads, alone, with others that have other rows, and with others that have other tokens."""
+    exact = {"steps": 8, "dtype": torch.float64}
+    spread(folder / "1", "ddp", 1, **exact)
+    spread(folder / "2-ddp", "ddp", 2, tensor=2, accumulate=2, **exact)
+    for parallel in ("ddp", "fsdp"):
+        spread(folder / f"4-{parallel}", parallel, 4, tensor=2, **exact)
+        spread(folder / f"4-{parallel}-both", parallel, 4, tensor=2, context=2, **exact)
+    resumed(folder / "4-fsdp-both", folder / "4-fsdp-both-then-1", "ddp", 1, **exact)
+    resumed(folder / "1", folder / "1-then-4-ddp", "ddp", 4, tensor=4, **exact)
+    muon = {"optimizer": "muon", **exact}
+    spread(folder / "1-muon", "ddp", 1, **muon)
+    spread(folder / "4-fsdp-muon", "fsdp", 4, tensor=2, **muon)
+
+
 def bad_steps(_: Path) -> None:
     """Gradients of one rank that are no numbers stop both, or are skipped by both."""
     for parallel in ("ddp", "fsdp"):
@@ -451,6 +466,7 @@ if __name__ == "__main__":
         "shards": shards,
         "bad_steps": bad_steps,
         "contexts": contexts,
+        "tensors": tensors,
         "memory": memory,
         "rank_kills": rank_kills,
         "resumes": resumes,

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
 
 import mambakit as mk
 from blocks import CONFIGS
+from fuzz_kinds import one_rank
+from mambakit.checkpoints.gguf.writing import save_gguf
 from mambakit.inference import Engine, export
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder
@@ -30,6 +34,44 @@ Around = tuple[Callable[..., Any], dict[str, Any]]
 
 def make_model(name: str = "mamba2") -> Any:
     return mk.LanguageModel(mk.ModelConfig(block=CONFIGS[name], n_layer=2, vocab_size=VOCABULARY))
+
+
+def odd_models() -> list[Callable[[], Any]]:
+    """In the place of a model: such as some functions take and others have to refuse."""
+    return [
+        lambda: make_model().to("meta"),
+        lambda: make_model().half(),
+        lambda: make_model().to(torch.bfloat16),
+        lambda: make_model().double(),
+        lambda: mk.quantize(make_model(), 8),
+        lambda: mk.quantize(make_model(), 4).to(torch.bfloat16),
+        lambda: mk.quantize(make_model(), 8).to("meta"),
+        lambda: mk.add_lora(make_model(), 2),
+        lambda: mk.add_lora(make_model("mamba1"), 2).to("meta"),
+        lambda: make_model("attention-window"),
+        lambda: make_model("mamba3").requires_grad_(False),
+        lambda: make_model().backbone,
+        lambda: make_model().backbone.layers[0].mixer,
+        lambda: torch.nn.Sequential(make_model()),
+        lambda: torch.nn.DataParallel(make_model()),
+        lambda: torch.nn.Linear(2, 2),
+        lambda: torch.nn.Identity(),
+        lambda: broken_model(torch.nan),
+        lambda: broken_model(torch.inf),
+        lambda: parametrized(make_model()),
+    ]
+
+
+def broken_model(number: float) -> Any:
+    model = make_model()
+    with torch.no_grad():
+        model.backbone.layers[0].mixer.in_proj.weight[0, 0] = number
+    return model
+
+
+def parametrized(model: Any) -> Any:
+    weight_norm(model.backbone.layers[0].mixer.in_proj)
+    return model
 
 
 @contextmanager
@@ -63,8 +105,8 @@ def adapter_of(model: Any, directory: Any) -> None:
     mk.load_lora(model, directory)
 
 
-def quantized(model: Any, bits: Any, group_size: Any) -> None:
-    mk.quantize(model, bits, group_size)(torch.tensor([[1, 2]]))
+def quantized(model: Any, **options: Any) -> None:
+    mk.quantize(model, **options)(torch.tensor([[1, 2]]))
 
 
 def reported(model: Any, ids_bs: Any) -> None:
@@ -124,6 +166,46 @@ def prefixed(max_entries: Any, max_bytes: Any, ids: Any) -> None:
         mk.generate(model, ids, max_new_tokens=2, prefix_cache=known)
 
 
+def continued_text(model: Any, ids: Any, **options: Any) -> None:
+    for _ in zip(range(3), mk.stream(model, ids, **options), strict=False):
+        pass
+
+
+def served(model: Any, **options: Any) -> None:
+    engine = Engine(model, **options)
+    request = engine.add([1, 2, 3], 2, temperature=0)
+    engine.run()
+    if request.error is not None:
+        raise request.error
+
+
+def sent_to_llama(model: Any, kind: Any) -> None:
+    with folder() as place:
+        save_gguf(model, place / "m.gguf", kind)
+        mk.load_model(place / "m.gguf")
+
+
+def split_sequences(model: Any, mesh: Any, sum_gradients: Any) -> None:
+    mk.parallel.context_parallel(model, mesh, sum_gradients=sum_gradients)
+    model(torch.tensor([[1, 2, 3]]))
+
+
+def split_widths(model: Any, mesh: Any) -> None:
+    mk.parallel.tensor_parallel(model, mesh)
+    _, cache = model(torch.tensor([[1, 2, 3]]))
+    mk.parallel.share_of_cache(model, mk.parallel.whole_cache(model, cache))
+    named = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in model.named_parameters()}
+    mk.parallel.parted(model, mk.parallel.joined(model, named))
+
+
+def in_parts(model: Any, tensors: Any, cache: Any) -> None:
+    mk.parallel.parted(mk.parallel.tensor_parallel(make_model(), one_rank()), tensors)
+    mk.parallel.parted(model, tensors)
+    mk.parallel.joined(model, tensors)
+    mk.parallel.whole_cache(model, cache)
+    mk.parallel.share_of_cache(model, cache)
+
+
 def decoded(model: Any, ids_b: Any, batch: Any) -> None:
     decoder = Decoder(model)
     decoder.load(model.fresh_cache(batch))
@@ -144,13 +226,10 @@ def with_backend(name: Any) -> None:
 
 
 def grouped(module: Any, weight_decay: Any, muon: Any, hooks: Any) -> None:
-    torch.optim.AdamW(
-        [
-            {"params": g["params"]}
-            for g in mk.param_groups(module, weight_decay=weight_decay, muon=muon, hooks=hooks)
-            if g["params"]
-        ]
-    )
+    groups = mk.param_groups(module, weight_decay=weight_decay, muon=muon, hooks=hooks)
+    filled = [{"params": group["params"]} for group in groups if group["params"]]
+    if filled:  # torch wants one
+        torch.optim.AdamW(filled)
 
 
 def stacked(**fields: Any) -> None:
@@ -208,6 +287,7 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 SAMPLING = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
 BLOCK = CONFIGS["mamba2"]
+ONES = torch.ones(2, 3, dtype=torch.int64)
 
 
 def around() -> list[Callable[[], Around]]:
@@ -235,6 +315,10 @@ def around() -> list[Callable[[], Around]]:
         lambda: (mk.merge_lora, {"model": mk.add_lora(make_model(), 2)}),
         lambda: (mk.save_lora, {"model": mk.add_lora(make_model(), 2), "directory": tempfile.mkdtemp(), "base": "x"}),
         lambda: (quantized, {"model": make_model(), "bits": 4, "group_size": 32}),
+        lambda: (
+            quantized,
+            {"model": make_model(), "bits": 8, "activations": "int8", "head_bits": 16, "in_place": True},
+        ),
         lambda: (reported, {"model": make_model(), "ids_bs": torch.ones(1, 4, dtype=torch.int64)}),
         lambda: (parked, {"key": "k", "state": made_state(), "n": 1, "new_key": "l", "versions": 2, "max_bytes": None}),
         lambda: (continued, {"state": made_state(), "ids": [4]}),
@@ -271,7 +355,21 @@ def around() -> list[Callable[[], Around]]:
         lambda: (TrainSettings, training),
         lambda: (mk.SsdPath, {"algorithm": "serial", "chunk_len": 8, "backend": "auto"}),
         lambda: (Engine, {"model": make_model(), "max_rows": 2, "prefill_chunk": 3, "prefill_rows": 1}),
+        lambda: (served, {"model": make_model(), "backend": "auto", "speculate": "auto", "max_rows": 2}),
+        lambda: (continued_text, {"model": make_model(), "ids": [1, 2], "speculate": "ngram", "draft": None}),
+        lambda: (split_sequences, {"model": make_model(), "mesh": one_rank(), "sum_gradients": True}),
+        lambda: (split_widths, {"model": make_model(), "mesh": one_rank()}),
+        lambda: (
+            in_parts,
+            {
+                "model": make_model(),
+                "tensors": dict(make_model().named_parameters()),
+                "cache": make_model().fresh_cache(2),
+            },
+        ),
+        lambda: (mk.parallel.token_losses, {"model": make_model(), "ids_bs": ONES, "next_bs": ONES, "cache": None}),
+        lambda: (sent_to_llama, {"model": make_model(), "kind": "F32"}),
     ]
 
 
-AROUND = around()
+AROUND, ODD_MODELS = around(), odd_models()

@@ -7,6 +7,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 import mambakit as mk
 from blocks import CONFIGS, random_cache, tokens
 from calls import OPERATIONS, tensors_of
-from fuzz_around import AROUND
+from fuzz_around import AROUND, ODD_MODELS
 from fuzz_compat import official_call
 from fuzz_kinds import DTYPES, OTHER_DTYPES
+from fuzz_verbs import command, typed
 from mambakit import caches
 from mambakit.blocks.family import family_of
 from mambakit.inference import Engine, Request
+from mambakit.ops.operation import OPERATIONS as OPERATIONS_BY_NAME
 from mambakit.text.tokens import Bytes
+from operator_calls import operator_calls
 
 MLPS = {
     "mlp": mk.MLPConfig(8, 12),
@@ -197,6 +201,15 @@ def make_models(draw: random.Random, vocab_size: int = WORDS) -> tuple[Any, Any]
     return pair(lambda **made: mk.LanguageModel(config, **made))
 
 
+def sometimes_narrow(call: Call, model: Any, draw: random.Random) -> Call:
+    """Of a quantized model now and then, which has no other to be compared with: `model` itself is changed."""
+    if draw.random() < 0.15:
+        bits = draw.choice((16, 8, 4))
+        mk.quantize(model, bits, activations=draw.choice((None, "float32")), in_place=True)
+        return replace(call, name=f"{call.name} of {bits} bits", oracle=None)
+    return call
+
+
 def model_call(draw: random.Random) -> Call:
     model, wide = make_models(draw)
     b, s = draw.randint(0, 2), draw.choice((0, 1, 5))
@@ -205,9 +218,11 @@ def model_call(draw: random.Random) -> Call:
     if draw.random() < 0.4:
         arguments["cache"] = junk(draw) if draw.random() < 0.1 else model(torch.ones(b, 3, dtype=torch.int64))[1]
     if draw.random() < 0.3:
-        return Call("model.step", model.step, {"ids_b": torch.randint(low, high, (b,)), **arguments}, wide.step)
+        step = Call("model.step", model.step, {"ids_b": torch.randint(low, high, (b,)), **arguments}, wide.step)
+        return sometimes_narrow(step, model, draw)
     b, options = sequence_options(draw, b, s)
-    return Call("model", model, {"ids_bs": torch.randint(low, high, (b, s)), **arguments, **options}, wide)
+    whole = Call("model", model, {"ids_bs": torch.randint(low, high, (b, s)), **arguments, **options}, wide)
+    return sometimes_narrow(whole, model, draw)
 
 
 def cache_call(draw: random.Random) -> Call:
@@ -302,9 +317,10 @@ def generation_call(draw: random.Random) -> Call:
         arguments |= {"constraint": draw.choice(CONSTRAINTS), "tokenizer": Bytes()}
     arguments = with_junk(arguments, list(inspect.signature(mk.stream).parameters)[1:], draw)
     plain = {"backend": "torch", "speculate": "off", "prefix_cache": None}
-    return Call(
+    call = Call(
         "generate", lambda **given: generated(model, given), arguments, lambda **given: generated(wide, given | plain)
     )
+    return sometimes_narrow(call, model, draw)
 
 
 def generated(model: Any, options: dict[str, Any]) -> Tensor:
@@ -331,12 +347,13 @@ def engine_call(draw: random.Random) -> Call:
     for name, value in {"logprobs": 2, "echo": True, "ends": [1], "keep_state": True, "stop": ["a", 3]}.items():
         asked |= {name: value} if draw.random() < 0.2 else {}
     asked = with_junk(asked, list(inspect.signature(Engine.add).parameters)[1:], draw)
-    return Call(
+    call = Call(
         "engine",
         lambda **arguments: served(model, **arguments),
         {"given": given, "asked": asked},
         lambda given, asked: served(wide, given | {"backend": "torch", "prefix_cache": None}, asked, alone=True),
     )
+    return sometimes_narrow(call, model, draw)
 
 
 def served(model: Any, given: dict[str, Any], asked: dict[str, Any], *, alone: bool = False) -> Any:
@@ -387,11 +404,59 @@ def compat_call(draw: random.Random) -> Call:
     return Call(name, run, arguments, run)
 
 
+@cache
+def operator_inputs() -> dict[str, list[tuple[Any, ...]]]:
+    state = torch.get_rng_state()
+    with torch.no_grad(), mk.use_backend("auto"):
+        found = {name: calls for name, calls in operator_calls().items() if calls}
+    torch.set_rng_state(state)
+    return found
+
+
+def operator_call(draw: random.Random) -> Call:
+    """torch operators of ours by themselves and their derivatives, whose inputs nobody has looked at."""
+    if not operator_inputs():  # no kernels, no operators of theirs
+        return operation_call(draw)
+    name = draw.choice(list(operator_inputs()))
+    operation: Any = OPERATIONS_BY_NAME[name]
+    given = dict(zip(operation.names, draw.choice(operator_inputs()[name]), strict=True))
+    given = {n: t.clone() if isinstance(t, Tensor) else t for n, t in given.items()}
+    operator, backend = operation.operator, draw.choice(("cpu", "cpu", "cpu", "x"))
+    if operation.floats and draw.random() < 0.5:
+        operator, name = operation.operator_backward, f"{name}_backward"
+        grads = [torch.randn(shape) for _, shape in operation.outputs(*given.values())]
+        needs = [draw.random() < 0.7 for _ in range(operation.floats)]
+        given = {"grads": grads[draw.random() < 0.05 :], **given, "needs": needs[draw.random() < 0.05 :]}
+    for n, value in given.items():
+        if not isinstance(value, Tensor) and draw.random() < 0.1:
+            given[n] = other_number(value, draw)
+    return Call(f"torch.ops.{name}", lambda **given: operator(*given.values()), {**given, "backend": backend}, None)
+
+
+def other_number(value: Any, draw: random.Random) -> Any:
+    """Of the same kind: torch sees to that."""
+    if type(value) is int:
+        return draw.choice((-1, 0, 1, 3, 7, 2**31, 2**62, -(2**63)))
+    if type(value) is float:
+        return draw.choice((-1.0, 0.0, 1e-30, 1e30, float("inf"), float("nan")))
+    if isinstance(value, list) and all(type(part) is int for part in value):
+        return draw.choice(([], [0], [-1, *value], [2**40], [*value, 0]))
+    return value
+
+
 def around_call(draw: random.Random) -> Call:
     run, arguments = draw.choice(AROUND)()
+    models = [name for name in arguments if name in ("model", "module", "draft")]
+    if models and draw.random() < 0.3:
+        arguments[draw.choice(models)] = draw.choice(ODD_MODELS)()
+        return Call(run.__name__, run, arguments, None)
     for _ in range(draw.choice((0, 1, 1, 1, 2))):
         arguments[draw.choice(list(arguments))] = junk(draw)
     return Call(run.__name__, run, arguments, None)
+
+
+def verb_call(draw: random.Random) -> Call:
+    return Call("command", command, typed(draw), None)
 
 
 CALLS: dict[Callable[[random.Random], Call], int] = {
@@ -404,6 +469,8 @@ CALLS: dict[Callable[[random.Random], Call], int] = {
     engine_call: 2,
     config_call: 1,
     compat_call: 4,
+    operator_call: 3,
     around_call: 3,
+    verb_call: 1,
 }
 """What is drawn, and how often."""

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 from calls import Wrapped, negative_view
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-OTHER_DTYPES = (*DTYPES, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+OTHER_DTYPES = (*DTYPES, *INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn)
 
 
 def mutated(tensor: Tensor, draw: random.Random) -> Any:
@@ -98,6 +99,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "sparse rows": Tensor.to_sparse_csr,
     "oneDNN": Tensor.to_mkldnn,
     "nested": lambda tensor: torch.nested.as_nested_tensor(tensor),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
     "ragged": lambda tensor: torch.nested.as_nested_tensor(tensor, layout=torch.jagged),
 }
 """A tensor as one of another kind, most of them without numbers at the address they give."""
@@ -171,6 +173,7 @@ def numbers(tensor: Tensor) -> Tensor:
         torch._sync(tensor)
         return numbers(torch._from_functional_tensor(tensor))
     tensor = tensor.detach()
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
     return (tensor if tensor.layout == torch.strided else tensor.to_dense()).resolve_neg().contiguous()
 
 

@@ -24,6 +24,7 @@ import torch
 
 import mambakit as mk
 from hybrid_models import fields
+from mambakit.checkpoints.gguf.writing import save_gguf
 from mambakit.checkpoints.hub import HUB
 from mambakit.cli.main import main
 from mambakit.models.multi_gate import MultiGateConfig
@@ -79,7 +80,14 @@ def sources(folder: Path) -> list[Path]:
             model = mk.LanguageModel(kind.read({**fields(name), "vocab_size": 300}).config())
             mk.save_model(model, folder / name, format=name)
             Bytes().save(folder / name)
-    return [folder / name for name in (*made, *HUB)]
+    if not (folder / "adapter").exists():
+        torch.manual_seed(0)
+        mk.save_lora(mk.add_lora(mk.load_model(folder / "official"), 2), folder / "adapter", base=folder / "official")
+        Bytes().save(folder / "adapter")
+        (folder / "gguf").mkdir()
+        save_gguf(mk.load_model(folder / "official"), folder / "gguf" / "model.gguf")
+        Bytes().save(folder / "gguf")
+    return [folder / name for name in (*made, *HUB, "adapter", "gguf")]
 
 
 def places(tree: Any, at: tuple = ()) -> list[tuple]:
@@ -223,6 +231,7 @@ def watch_for_code(event: str, args: tuple) -> None:
 
 def run(folder: Path, first: int, count: int) -> None:
     warnings.simplefilter("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a changed path may be a name on the hub
     torch.set_num_threads(1)
     use(sources(folder)[0])  # whatever is imported late
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

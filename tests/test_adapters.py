@@ -5,6 +5,7 @@ import json
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import mambakit as mk
 from compare import check
@@ -125,7 +126,32 @@ def test_what_cannot_be(tmp_path):
         ({"peft_type": "IA3"}, "only LORA is read"),
         ({"use_dora": True}, "sets use_dora, which is not read here"),
         ({"r": "4"}, "expected positive numbers"),
+        ({"peft_type": "a\nb"}, r"peft_type = 'a\\nb', and only LORA"),
+        ({"r": 1 << 16}, r"lora_A.weight \d+x\d+ for 65536x"),
     ]:
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**config, **changed}))
         with pytest.raises(ValueError, match=message):
             mk.load_lora(make("mamba2"), tmp_path / "adapter")
+
+
+def test_what_does_not_fit_leaves_the_model_alone(tmp_path):
+    mk.save_lora(trained(make("mamba2")), tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    name = sorted(weights)[-1]
+    for wrong in (weights[name][1:], weights[name].long()):
+        save_file({**weights, name: wrong.clone()}, tmp_path / "adapter_model.safetensors")
+        model = make("mamba2")
+        with pytest.raises(ValueError, match=f"does not fit the model: {name.removeprefix('base_model.model.')}"):
+            mk.load_lora(model, tmp_path)
+        assert next(adapters(model), None) is None
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_adapter_of_itself_is_refused(tmp_path):
+    mk.save_model(make("mamba2"), tmp_path / "model")
+    mk.save_lora(trained(make("mamba2")), tmp_path / "one", base=tmp_path / "model")
+    mk.save_lora(trained(make("mamba2")), tmp_path / "two", base=tmp_path / "one")
+    mk.load_model(tmp_path / "two")
+    mk.save_lora(trained(make("mamba2")), tmp_path / "one", base=tmp_path / "two")
+    with pytest.raises(ValueError, match="belongs to itself, or to more than 8 others"):
+        mk.load_model(tmp_path / "two")

@@ -11,6 +11,8 @@ from mambakit.cli import main as cli
 from mambakit.models.quantization import quantization_report
 from trainer_cases import make_model
 
+IDS = torch.ones(1, 4, dtype=torch.int64)
+
 
 def test_shown_is_a_line():
     assert shown(torch.zeros(2, 2)) == "tensor([[0., 0.], [0., 0.]])"
@@ -54,6 +56,20 @@ def test_paths(path):
         (lambda: mk.quantize(make_model(), []), r"bits is \[\], expected 16, 8 or 4"),
         (lambda: mk.quantize(make_model(), 4, 2**40), "group_size is 1099511627776"),
         (lambda: quantization_report(make_model(), make_model(), None), "ids_bs has to be a tensor"),
+        (lambda: quantization_report(torch.nn.Linear(2, 2), make_model(), IDS), "model is a Linear, expected a Lang"),
+        (lambda: quantization_report(make_model().to("meta"), make_model(), IDS), "and has no numbers"),
+        (lambda: mk.quantize(make_model().to("meta")), "in_proj.weight is a Parameter on meta"),
+        (lambda: mk.save_model(make_model().to("meta"), "x"), "norm.weight is on the meta device or a fake"),
+        (lambda: mk.save_lora(mk.add_lora(make_model(), 2).to("meta"), "x"), "lora_A.weight is on the meta device"),
+        (lambda: make_model().to("meta")(IDS), "ids_bs is on cpu but embedding on meta"),
+        (lambda: mk.parallel.tensor_parallel(None, None), "model is a NoneType"),
+        (lambda: mk.parallel.joined(make_model(), None), "tensors is a NoneType"),
+        (lambda: mk.parallel.parted(None, {}), "model is a NoneType"),
+        (lambda: mk.parallel.whole_cache(torch.nn.Linear(2, 2), ()), "model is a Linear, expected a Stack"),
+        (lambda: mk.parallel.share_of_cache(make_model(), 3), "cache is a int, expected"),
+        (lambda: mk.parallel.token_losses(None, IDS, IDS), "model is a NoneType"),
+        (lambda: mk.parallel.token_losses(make_model(), IDS, IDS[:, 1:]), r"next_bs is torch.int64 of shape \(1, 3\)"),
+        (lambda: mk.parallel.token_losses(make_model(), IDS, IDS - 2), "next_bs holds -1, expected 0 to"),
         (lambda: mk.load_model("x", dtype=[]), r"dtype = \[\] is not one of"),
         (lambda: mk.load_model("x", device="nowhere"), "device is 'nowhere'"),
         (lambda: mk.load_model(None), "path_or_hub_name is None"),

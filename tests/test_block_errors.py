@@ -28,7 +28,7 @@ def test_wrong_dtype(block, grad):
     block.float()
     x, mask = tokens(block, 2, 3), torch.ones(2, 3, dtype=torch.bool)
     with torch.set_grad_enabled(grad):
-        for dtype in (torch.int64, torch.bool, torch.complex64, torch.float16, torch.bfloat16, torch.float64):
+        for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float16, torch.float64):
             wrong = rf"is {dtype}, expected torch\.float32, as the projections"
             named = pytest.raises(ValueError, match=f"^x_bsd {wrong}")
             named_token = pytest.raises(ValueError, match=f"^x_bd {wrong}")
@@ -81,6 +81,7 @@ def test_cache_on_another_device(block):
         ([0, 4], "cu_seqlens runs from 0 to 4, expected 0 to 6 tokens"),
         ([0], "cu_seqlens has to be a vector of integers"),
         ([0.0, 6.0], "cu_seqlens has to be a vector of integers"),
+        ([0j, 6j], "cu_seqlens has to be a vector of integers"),
     ],
 )
 def test_packing(block, bounds, message):
@@ -98,8 +99,9 @@ def test_flags(block, name):
     x = tokens(block, 2, 6)
     with pytest.raises(ValueError, match=rf"{name} has shape \(2, 5\), expected \(2, 6\)"):
         block(x, **{name: torch.ones(2, 5, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=f"{name} has to be boolean, got torch.float32"):
-        block(x, **{name: torch.ones(2, 6)})
+    for dtype in (torch.float32, torch.complex64, torch.uint64):
+        with pytest.raises(ValueError, match=f"{name} has to be boolean, got {dtype}"):
+            block(x, **{name: torch.ones(2, 6).to(dtype)})
     with pytest.raises(ValueError, match=f"{name} is on meta but x_bsd on cpu"):
         block(x, **{name: torch.ones(2, 6, dtype=torch.bool, device="meta")})
 

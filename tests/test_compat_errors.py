@@ -46,6 +46,7 @@ CALLS = {
     "float rows": (STEP, (z(3, 4, 5), z(2, 4), z(2, 4), z(4, 5), z(2, 5), z(2, 5)), {"state_batch_indices": z(2)},
                    r"state_batch_indices is torch.float32 of shape \(2,\), expected 2 integers"),
     "given B with bias": (INNER, (z(2, 8, 5), *[z(1)] * 6, z(4, 3), z(4, 3)), {"B_proj_bias": z(3)}, "B was given"),
+    "integers to keep": (VARLEN, (IDS.long(), IDS[0], 3), {}, "is torch.int64, expected floating-point numbers"),
     "no bounds": (SSD, SEQUENCE, {"return_varlen_states": True}, "needs cu_seqlens"),
     "packed batch": (SSD, SEQUENCE, {"cu_seqlens": torch.tensor([0, 5])}, "batch of one, got a batch of 2"),
     "shape of D": (SSD, (*SEQUENCE, z(3)), {}, "axis 'h' is 3 in D_h but 4 in x_bshp"),
@@ -82,8 +83,13 @@ CALLS = {
     "packed on meta": (VARLEN, (z(5, 4, device="meta"), torch.tensor([0, 5]), 3), {}, "there are none on meta"),
     "length of a state": (VARLEN, (z(5, 4), torch.tensor([0, 5]), -1), {}, "state_len is -1"),
     "axes of D": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(()), 64), {"headdim": 2}, r"^D \(\), conv"),
+    "a word for ids": (SPLIT, (z(2, 5, 34), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "seq_idx": "silu"},
+                       "seq_idx has to be a tensor, got str"),
+    "a word for rows": (UPDATE, (z(2, 4), z(3, 4, 2), z(4, 3)), {"conv_state_indices": "silu"},
+                        "conv_state_indices has to be a tensor, got str"),
     "width out": (SPLIT, (z(2, 5, 34), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "outproj_weight": z(3, 9)},
                   "axis 'q' is 9 in outproj_weight_dq"),
+    "complex residual": (NORM, (z(2, 4), z(4), None), {"residual": z(2, 4) + 0j}, "complex64, expected floating-point"),
     "dropout": (NORM, (z(2, 4), z(4), None), {"dropout_p": 1.5}, "dropout_p = 1.5 has to be"),
 }  # fmt: skip
 

@@ -171,7 +171,7 @@ def test_functions_with_padding_after_the_last_sequence():
     assert not out[:, 5:].any()
 
 
-@pytest.mark.parametrize("bounds", [[0, 9], [1, 5], [0, 6, 5], [0.0, 5.0], [5]])
+@pytest.mark.parametrize("bounds", [[0, 9], [1, 5], [0, 6, 5], [0.0, 5.0], [5], [0j, 5j]])
 def test_bounds_that_are_none(bounds):
     block = official("mamba_ssm.modules.mamba2", "Mamba2")(16, d_state=8, headdim=8)
     with pytest.raises(ValueError, match="cu_seqlens"):

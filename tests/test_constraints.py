@@ -198,6 +198,13 @@ def test_a_limit_that_is_just_enough():
         assert without_an_end.finish_reason == "stop"
 
 
+def test_a_form_without_an_end():
+    """Which nobody looks for longer than it takes to say so."""
+    forever = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], **CLOSED}
+    request = one(forever, max_new_tokens=10**12, stop=[34])
+    assert request.finish_reason == "stop"
+
+
 class TestOtherForms:
     def test_regular_expressions(self):
         for seed in range(SEEDS):
@@ -229,6 +236,22 @@ class TestOtherForms:
         assert (short.finish_reason, short.text) == ("length", "aaaaa")
         exact = one({"regex": "a{5}"}, max_new_tokens=5)
         assert (exact.finish_reason, exact.text) == ("stop", "aaaaa")
+
+
+def test_what_is_forced_is_not_drawn(monkeypatch):
+    """Nor lost to the penalty for what was said."""
+    model, drawn, choose = make(), [], mk.inference.sampling.Sampler.choose
+
+    def noted(self, logits_bw, seen_bw, uniform_b):
+        drawn.append(seen_bw[0].nonzero()[:, 0].tolist())
+        return choose(self, logits_bw, seen_bw, uniform_b)
+
+    monkeypatch.setattr(mk.inference.sampling.Sampler, "choose", noted)
+    engine = Engine(model, tokenizer=Bytes())
+    request = engine.add([65], 50, seed=1, repetition_penalty=1.5, constraint={"regex": "abc[xy]de[xy]"})
+    engine.run()
+    assert re.fullmatch("abc[xy]de[xy]", request.text)
+    assert drawn == [sorted({65, *request.tokens[:place]}) for place in (3, 6)]
 
 
 def test_others_are_left_alone():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from blocks import CONFIGS
+from calls import Wrapped
 from compare import error
 from mambakit import (
     AttentionConfig,
@@ -529,6 +530,8 @@ def test_calls_that_do_not_fit():
             decoder.step(bad)
     with pytest.raises(ValueError, match="expected int64"):
         decoder.step(torch.tensor([1, 2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="ids_b is a Wrapped on cpu, expected a plain tensor"):
+        decoder.step(Wrapped(torch.tensor([1, 2])))
 
 
 @pytest.mark.parametrize("name", ["mamba1", "mamba2", "mamba3", "mamba3-mimo"])

@@ -47,3 +47,13 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_arithmetic_of_many_ranks_is_what_the_script_prints():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.parallel_arithmetic"], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs" / "parallel.md").read_text("utf-8")
+    for line in done.stdout.splitlines():
+        assert line in page

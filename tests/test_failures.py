@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from mambakit.training import alive
 from test_trainer_runs import forked_runs, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
@@ -39,3 +40,16 @@ def test_the_others_end(tmp_path):
         assert message.startswith(f"mambakit train: rank {rank} (process ")
         assert f"has {why}" in message
         assert "--resume goes on from the last checkpoint" in message
+
+
+def test_a_pause_of_all_is_no_death(monkeypatch):
+    """A machine that slept for an hour: the others are asked again before any of them counts as dead."""
+    now = 100.0
+    monkeypatch.setattr(alive.time, "monotonic", lambda: now)
+    awake = alive.Awake()
+    for _ in range(10):
+        now += alive.EVERY
+        before = awake.seconds()
+    assert before == pytest.approx(10 * alive.EVERY)
+    now += 3600.0
+    assert awake.seconds() - before <= 1.0 < alive.QUIET

@@ -11,13 +11,14 @@ import torch
 import mambakit as mk
 from compare import check
 from mambakit.cli.main import main
+from mambakit.parallel.vocabulary import IGNORED
 from mambakit.text.chat import Chat
 from mambakit.text.conversations import Conversation, Example, examples
 from mambakit.text.documents import hold_out_whole, read_documents
 from mambakit.text.tokens import Bytes
 from mambakit.training.examples import HeldOutAnswers, Packed, fill_rows, fitting, pairs_of
 from mambakit.training.loop import Trainer
-from mambakit.training.objective import IGNORED, Objective, TokenLosses
+from mambakit.training.objective import Objective, TokenLosses
 from mambakit.training.run_checkpoints import RunCheckpoints
 from mambakit.training.settings import TrainSettings
 from test_adapters import BLOCKS, HYBRID

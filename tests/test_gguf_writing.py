@@ -213,6 +213,8 @@ def test_other_refusals(tmp_path):
         save_gguf(mk.quantize(model, 8), tmp_path / "model.gguf")
     with pytest.raises(ValueError, match="the tokenizer has 300 tokens, but the model knows 257"):
         save_gguf(model, tmp_path / "model.gguf", vocabulary=byte_vocabulary(299))
+    with pytest.raises(ValueError, match=r"norm\.weight is on the meta device or a fake tensor"):
+        save_gguf(make("mamba2").to("meta"), tmp_path / "model.gguf")
     with torch.no_grad():
         model.backbone.embedding.weight[3, 3] = 1e6
     with pytest.raises(ValueError, match=r"token_embd\.weight has numbers that F16 does not hold; choose F32"):

@@ -99,7 +99,7 @@ def test_products(name, shape):
 @pytest.mark.parametrize("name", NARROW)
 def test_products_with_many_rows(name):
     """As many as prompts have. Sums of integers are to the last digit those of each row alone."""
-    with torch.no_grad():
+    with torch.no_grad(), use_backend("cpu"):
         for rows, columns in ((39, 100), (18, 257)):
             weights, x = FORMATS[name](make_linear(rows, columns)), torch.randn(530, columns)
             together = matvec.multiply(x, weights)

@@ -13,7 +13,7 @@ from torch import Tensor
 from blocks import MAMBAS, make_block, random_cache, tokens
 from blocks import results as block_outcome
 from compare import check
-from mambakit import SsdPath
+from mambakit import SsdPath, use_backend
 from mambakit.kernels.cpu.library import library, why_missing
 from mambakit.ops.causal_conv import CAUSAL_CONV, convolve_in_parts
 from mambakit.ops.expand_ranks import EXPAND_RANKS, expand_ranks
@@ -155,6 +155,7 @@ def ranks_case() -> Case:
     return run, given(x=x_bsi.unflatten(-1, (h, p)), weight=torch.randn(h, m, p))
 
 
+DATA = ("x", "y", "z", "b", "c", "rot", "window")
 CASES = {"ranks": ranks_case, "prepare": prepare_case, "conv": conv_case, "finish": finish_case, "norm": norm_case}
 
 
@@ -188,6 +189,37 @@ def test_random_shapes(kind, threads):
         try:
             check(VALUE, values, want_values)
             check(GRADIENT, grads, want_grads)
+        except AssertionError as failure:
+            shapes = {name: tuple(t.shape) for name, t in case[1].items()}
+            raise AssertionError(f"case {number}, {shapes}: {failure}") from None
+
+
+def narrow_results(case: Case, data: torch.dtype, rest: torch.dtype, backend: str) -> dict[str, Tensor]:
+    """Outputs and gradients for data rounded to bfloat16 and held in `data`, parameters in `rest`."""
+    run, tensors = case
+    dtypes = {name: data if name in DATA else rest for name in tensors}
+    rounded = {name: t.bfloat16() if name in DATA else t for name, t in tensors.items()}
+    leaves = {name: t.detach().to(dtypes[name]).requires_grad_() for name, t in rounded.items()}
+    outputs = run(backend, **leaves)
+    make = torch.Generator().manual_seed(0)
+    heads = [torch.randn(t.shape, generator=make).bfloat16() for t in outputs]
+    loss = sum((t.double() * head.double()).sum() for t, head in zip(outputs, heads, strict=True))
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = {f"d {name}": g for name, g in zip(leaves, grads, strict=True) if g is not None}
+    assert all(g.dtype == dtypes[name[2:]] for name, g in found.items())
+    return {str(i): t for i, t in enumerate(outputs)} | found
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_random_shapes_in_bfloat16(kind):
+    """Data in bfloat16 is rounded once, when it is written; sums are float32."""
+    for number, case in enumerate(random_cases(kind, 3, SHAPES // 4)):
+        got = narrow_results(case, torch.bfloat16, torch.float32, "cpu")
+        want = narrow_results(case, torch.float64, torch.float64, "torch")
+        try:
+            check(2**-8, got, {name: t for name, t in want.items() if got[name].dtype == torch.bfloat16})
+            check(GRADIENT, got, {name: t for name, t in want.items() if got[name].dtype == torch.float32})
         except AssertionError as failure:
             shapes = {name: tuple(t.shape) for name, t in case[1].items()}
             raise AssertionError(f"case {number}, {shapes}: {failure}") from None
@@ -289,6 +321,31 @@ def test_blocks_equal_their_plain_twins(name):
             check(GRADIENT, got, want)
         except AssertionError as failure:
             raise AssertionError(f"{way}: {failure}") from None
+
+
+@pytest.mark.parametrize("name", MAMBAS)
+def test_blocks_in_bfloat16_are_as_exact_as_with_float32_inside(name, request):
+    """Against float64 with the same rounded parameters, in the mean of every tensor: at most twice the error."""
+
+    def of(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
+        """Outputs and gradients, those of parameters for each of six inputs."""
+        block, found = make_block(name, dtype=torch.float32).bfloat16().to(dtype), {}
+        for seed in range(6):
+            x = tokens(block, 2, 70, seed).bfloat16().to(dtype).requires_grad_()
+            block.zero_grad()
+            with use_backend(backend):
+                y, _ = block(x)
+                (y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)).sum().backward()
+            for key, tensor in {"y": y, "x": x.grad, **{n: p.grad for n, p in block.named_parameters()}}.items():
+                found.setdefault(key, []).append(torch.zeros(1) if tensor is None else tensor.detach().double())
+        return {key: torch.stack(tensors) for key, tensors in found.items()}
+
+    want, new = of(torch.float64, "torch"), of(torch.bfloat16, "cpu")
+    request.getfixturevalue("without_extension")
+    former = of(torch.bfloat16, "cpu")
+    far = {n: ((new[n] - t).norm(), (former[n] - t).norm(), t.norm()) for n, t in want.items()}
+    bad = {n: [f"{e:.2e}" for e in errors] for n, errors in far.items() if errors[0] > 2 * errors[1] + 1e-3 * errors[2]}
+    assert not bad
 
 
 @pytest.mark.parametrize("isa", [] if why_missing() else library().usable[1:])

@@ -25,6 +25,7 @@ KERNEL = SsdPath(backend="cpu")
 VALUE, GRADIENT = 1e-5, 1e-4
 FUZZ = int(os.environ.get("MAMBAKIT_FUZZ", "200"))
 PART = 20
+DATA = ("v_bsmhp", "b_bsmgr", "c_bsmgr")
 
 
 @pytest.fixture(params=[1, 2])
@@ -116,8 +117,9 @@ def test_random_problems(start):
 def test_every_instruction_set(isa):
     if isa not in library().usable:
         pytest.skip(f"this machine has no {isa}")
+    calls = "t.fuzz(range(10_000, 10_010)); t.test_random_problems_in_bfloat16(0)"
     done = subprocess.run(
-        [sys.executable, "-c", "import torch, conftest, test_kernel_ssd as t; t.fuzz(range(10_000, 10_010))"],
+        [sys.executable, "-c", f"import torch, conftest, test_kernel_ssd as t; {calls}"],
         env={**os.environ, "MAMBAKIT_ISA": isa},
         cwd=Path(__file__).parent,
         capture_output=True,
@@ -171,7 +173,7 @@ def test_views_of_a_projection_are_not_copied():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_data_is_widened_and_nothing_else(dtype):
+def test_without_instructions_narrow_data_is_widened_and_nothing_else(dtype, without_extension):
     inputs = core_inputs(1, 40, 2, 4, 8, 2, 8, torch.float32)
     for name in ("v_bsmhp", "b_bsmgr", "c_bsmgr"):
         inputs[name] = inputs[name].to(dtype)
@@ -181,9 +183,59 @@ def test_narrow_data_is_widened_and_nothing_else(dtype):
     assert torch.equal(state, wide_state)
 
 
+def narrow(inputs: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The data in `dtype`, the rest as it is."""
+    return {name: t.to(dtype) if name in DATA else t for name, t in inputs.items()}
+
+
+def narrow_results(seed: int) -> tuple[dict, dict, dict, dict]:
+    """Values and gradients of a random problem in bfloat16, from the kernel and from the oracle in float64."""
+    problem = draw(seed)
+    inputs, options = narrow(problem["inputs"]), {"segments_bs": problem["segments_bs"]}
+    heads = {name: t.bfloat16().double() for name, t in problem["heads"].items()}
+    torch.set_num_threads(problem["threads"])
+    try:
+        got = outputs_of(ssd, inputs, heads, path=problem["path"], **options)
+        again = outputs_of(ssd, inputs, heads, path=problem["path"], **options)
+    finally:
+        torch.set_num_threads(1)
+    for first, second in zip(got, again, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first), "another run gave other bits"
+    return *got, *outputs_of(core, double(inputs), heads, **options)
+
+
+@pytest.mark.parametrize("start", range(0, FUZZ // 5, PART))
+def test_random_problems_in_bfloat16(start):
+    """Products of bfloat16 round what meets the data; the state that is handed on stays what it was."""
+    for seed in range(start, start + PART):
+        values, grads, want_values, want_grads = narrow_results(seed)
+        assert {name: t.dtype for name, t in grads.items()} == {n: t.dtype for n, t in narrow(want_grads).items()} | {
+            name: torch.float32 for name in grads if name not in DATA
+        }
+        try:
+            check(2**-6, {"y": values["y"]}, {"y": want_values["y"]})
+            check(VALUE, {"state": values["state"]}, {"state": want_values["state"]})
+            check(2**-6, grads, want_grads)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_random_problems_in_bfloat16_without_instructions(without_extension):
+    for seed in range(PART):
+        values, grads, want_values, want_grads = narrow_results(seed)
+        check(2**-8, {"y": values["y"]}, {"y": want_values["y"]})
+        check(VALUE, {"state": values["state"]}, {"state": want_values["state"]})
+        check(2**-8, {n: t for n, t in grads.items() if n in DATA}, {n: t for n, t in want_grads.items() if n in DATA})
+        others = {name: t for name, t in want_grads.items() if name not in DATA}
+        check(GRADIENT, {name: grads[name] for name in others}, others)
+
+
 def test_opcheck():
     inputs = core_inputs(2, 11, 2, 4, 3, 2, 5, torch.float32)
     d_y, d_state = core_heads(inputs).values()
+    torch.library.opcheck(SSD.operator, (*leaves(narrow(inputs)).values(), None, 0, "cpu"))
+    given = ([d_y.bfloat16(), d_state.float()], *narrow(inputs).values(), None, 0, [True] * 7, "cpu")
+    torch.library.opcheck(SSD.operator_backward, given)
     for segments_bs in (None, random_segments(2, 11)):
         for chunk_len in (0, 4):
             options = (segments_bs, chunk_len)

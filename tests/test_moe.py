@@ -90,6 +90,13 @@ def test_sizes_without_tokens(block):
         assert block.balance.isfinite()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_sizes_without_numbers(block, grad):
+    x = torch.zeros(2, 3, 8, dtype=F64, device="meta")
+    with torch.set_grad_enabled(grad):
+        assert block.to("meta")(x)[0].shape == x.shape
+
+
 def test_one_token_and_masks(block):
     """A step is a call; absent tokens change nothing, whatever they are, and neither do resets and packing."""
     x = tokens(block, 3, 5)

@@ -4,47 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocks import FAMILIES, make_block, random_cache, tokens
-from calls import OPERATIONS as CALLS
-from calls import Wrapped, tensors_of
+from calls import Wrapped
 from compare import check
-from mambakit import quantize
 from mambakit.kernels.cpu.library import why_missing
-from mambakit.ops.operation import OPERATIONS, Kernel, TorchOperation
+from mambakit.ops.operation import OPERATIONS, TorchOperation
+from operator_calls import OPERATORS, operator_calls
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason="the kernels are not built")
-
-OPERATORS = [name for name, made in OPERATIONS.items() if isinstance(made, TorchOperation) and "cpu" in made.kernels]
 
 
 @pytest.fixture(scope="module")
 def calls() -> dict[str, list[tuple]]:
-    """Right inputs of every operator, as operations and steps hand them to its kernel."""
-    found: dict[str, list[tuple]] = {name: [] for name in OPERATORS}
-
-    def recorded(kernel: Kernel, *inputs):
-        if kernel.operation.name in found:
-            inputs = tuple(
-                t.float() if isinstance(t, Tensor) and kernel.casts and t.is_floating_point() else t for t in inputs
-            )
-            found[kernel.operation.name].append(inputs)
-        return call(kernel, *inputs)
-
-    call, Kernel.__call__ = Kernel.__call__, recorded
-    try:
-        with torch.no_grad():
-            for name, operation in CALLS.items():
-                operation(**tensors_of(name))
-            for name in FAMILIES:
-                block = make_block(name, torch.float32)
-                for made in (block, *(quantize(block, bits) for bits in (16, 8, 4))):
-                    made.step(tokens(block, 2, 1)[:, 0], random_cache(block, 2))
-            for name in ("mamba1", "mamba2-learned", "mamba3-burn"):
-                block, reset_b = make_block(name, torch.float32), torch.tensor([True, False])
-                block.step(tokens(block, 2, 1)[:, 0], random_cache(block, 2), reset_b=reset_b)
-    finally:
-        Kernel.__call__ = call
-    return found
+    return operator_calls()
 
 
 def mutations(tensor: Tensor):
@@ -114,6 +85,41 @@ def test_gradients(name, calls):
                     operation.operator_backward([*grads[:i], wrong, *grads[i + 1 :]], *inputs, needs, "cpu")
         with pytest.raises(ValueError, match="entries in needs"):
             operation.operator_backward(grads, *inputs, needs[1:], "cpu")
+        with pytest.raises(ValueError, match="gradient of every output"):
+            operation.operator_backward(grads[1:], *inputs, needs, "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_absent_tensors(name, device, calls):
+    """torch hands on None for any tensor; what is optional has an empty gradient."""
+    operation = OPERATIONS[name]
+    assert isinstance(operation, TorchOperation)
+    for inputs in calls[name]:
+        given = [t.to(device) if isinstance(t, Tensor) else t for t in inputs]
+        for i in operation.required:
+            without = (*given[:i], None, *given[i + 1 :])
+            with pytest.raises(ValueError, match=rf"{operation.names[i]} of {name} has to be a tensor, got None"):
+                operation.operator(*without, "cpu")
+            if operation.floats:
+                with pytest.raises(ValueError, match=r"has to be a tensor, got None"):
+                    operation.operator_backward([], *without, [True] * operation.floats, "cpu")
+        if operation.floats:
+            grads = [torch.randn(shape, device=device) for _, shape in operation.outputs(*inputs)]
+            found = operation.operator_backward(grads, *given, [True] * operation.floats, "cpu")
+            want = [(0,) if t is None else t.shape for t in inputs[: operation.floats]]
+            assert [tuple(d.shape) for d in found] == list(map(tuple, want))
+
+
+@pytest.mark.parametrize("name", ["causal_conv", "expand_ranks", "finish", "mamba2_step", "mamba3_prepare"])
+def test_axes_of_tensors_without_numbers(name, calls):
+    operation = OPERATIONS[name]
+    assert isinstance(operation, TorchOperation)
+    inputs = [t.to("meta") if isinstance(t, Tensor) else t for t in calls[name][0]]
+    first = inputs[0]
+    assert first is not None
+    with pytest.raises(ValueError, match=f"{name} needs other axes than these"):
+        operation.operator(first[(0,) * first.dim()], *inputs[1:], "cpu")
 
 
 @pytest.mark.parametrize(

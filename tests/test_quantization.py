@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import random
+import shutil
 import typing
 from pathlib import Path
 
@@ -537,3 +538,18 @@ def test_wrong_checkpoints_are_refused_in_one_line(name, tmp_path):
         load_model(tmp_path / "model")
     assert WRONG[name] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_loaded_embedding_stays_in_its_file(tmp_path):
+    model = quantize(make_model("mamba2"), 8)
+    save_model(model, tmp_path / "model")
+    loaded, ids_bs = load_model(tmp_path / "model"), torch.arange(12).view(2, 6)
+    want = model(ids_bs)[0]
+    with torch.no_grad():
+        loaded.backbone.embedding.weight += 1.0  # its own, not the file's
+    again = load_model(tmp_path / "model")
+    assert torch.equal(again(ids_bs)[0], want)
+    save_model(again, tmp_path / "model")  # replaces what it is mapped from
+    assert torch.equal(load_model(tmp_path / "model")(ids_bs)[0], want)
+    shutil.rmtree(tmp_path / "model")
+    assert torch.equal(again(ids_bs)[0], want)

@@ -480,15 +480,19 @@ def test_pages_of_other_sites_are_refused(url):
     assert httpx.get(f"{url}/v1/models", headers={"Origin": url}).status_code == 200
 
 
-def test_no_room():
-    """More than may wait get 429 and are told when to come back."""
+def test_no_room(monkeypatch):
+    """More than may wait get 429 and are told when to come back, unless there will never be room for so many."""
     service = make_service(max_waiting=2)
     with running(service) as url:
         asked = {"prompt": "a", "max_tokens": 1, "n": 3}
         answer = httpx.post(f"{url}/v1/completions", json=asked)
+        assert answer.status_code == 400
+        assert "3 answers are asked for at once, at most 2" in answer.json()["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json={**asked, "n": 2}).status_code == 200
+        monkeypatch.setattr(type(service.worker), "waiting", 1)
+        answer = httpx.post(f"{url}/v1/completions", json={**asked, "n": 2})
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
-        assert httpx.post(f"{url}/v1/completions", json={**asked, "n": 2}).status_code == 200
 
 
 def test_an_answer_ends_when_its_time_is_over():

@@ -6,6 +6,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mambakit as mk
@@ -121,6 +123,24 @@ def every_family(mesh):
             compare(name, next(kinds), mesh)
 
 
+def other_stacks(mesh):
+    """Two directions, weights used twice, learned rows: what is around blocks does not know that they are divided."""
+    for make in (
+        lambda: mk.BidirectionalStack(mk.BidirectionalConfig(block=ONE_GROUP, n_layer=2), dtype=torch.float64),
+        lambda: mk.Stack(mk.StackConfig(block=MAMBA3, n_layer=2, virtual=mk.Cyclic(4)), dtype=torch.float64),
+        lambda: mk.Stack(mk.StackConfig(block=MAMBA1, n_layer=2, stack_latents=(0,)), dtype=torch.float64),
+    ):
+        torch.manual_seed(1)
+        whole = make()
+        split = mk.parallel.tensor_parallel(copy.deepcopy(whole), mesh)
+        x = random(2, LENGTH, D, key=(1,))
+        outputs = [stack(x)[0] for stack in (whole, split)]
+        close("outputs", outputs[1], outputs[0])
+        for y in outputs:
+            (y * random(*y.shape, key=(2,))).sum().backward()
+        check_gradients("another stack", split, whole)
+
+
 def words(tied=True, dtype=torch.float64, **fields):
     """A hybrid language model, some of whose vocabulary is padding."""
     torch.manual_seed(3)
@@ -178,6 +198,83 @@ def in_single_precision(mesh):
         compare(name, kind, mesh, dtype=torch.float32, tolerance=1e-5)
 
 
+def with_others(mesh):
+    """Beside ranks with other shares of the sequences, and ranks with other rows and shares of the parameters."""
+    ids = torch.randint(11, (4, LENGTH), generator=seeded(4))
+    for context, sharded in ((1, False), (1, True), (2, False), (2, True)):
+        tensor = 2 if mesh.size() == 4 else 1 if context == 2 else 2
+        data = mesh.size() // (tensor * context)
+        if data * context == 1 and sharded:
+            continue
+        names = ("data", "context", "tensor")
+        all_ranks = init_device_mesh("cpu", (data, context, tensor), mesh_dim_names=names)
+        what = f"data {data}, context {context}, tensor {tensor}, {'fsdp' if sharded else 'plain'}"
+        whole = words(tied=sharded)
+        split = mk.parallel.tensor_parallel(copy.deepcopy(whole), all_ranks["tensor"])
+        if sharded:
+            rest = all_ranks["data", "context"]._flatten()
+            for layer in split.backbone.layers:
+                fully_shard(layer, mesh=rest)
+            fully_shard(split, mesh=rest)
+        if context > 1:
+            mk.parallel.context_parallel(split, all_ranks["context"])
+        replica, place = all_ranks.get_coordinate()[:2]
+        own = ids.chunk(data)[replica] if sharded else ids
+        own = own.tensor_split(context, 1)[place]
+        loss_bs, _ = mk.parallel.token_losses(split, own, own.flip(0))
+        loss_bs.sum().backward()
+        wanted = whole_losses(whole, ids, data if sharded else 1)
+        wanted_own = (wanted.chunk(data)[replica] if sharded else wanted).tensor_split(context, 1)[place]
+        close(f"{what}: losses", loss_bs, wanted_own)
+        if sharded:
+            # FSDP2 averages.
+            for parameter in whole.parameters():
+                parameter.grad /= data * context
+        check_gradients(what, split, whole)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        close(f"{what}: norm", norm.new_tensor(mk.parallel.clip_gradients(split, 0.1)), norm)
+        check_gradients(what, split, whole, 1e-5)
+
+
+def whole_losses(model, ids, data):
+    loss_bs = torch.cat([mk.parallel.token_losses(model, own, own.flip(0))[0] for own in ids.chunk(data)])
+    loss_bs.sum().backward()
+    return loss_bs
+
+
+def for_optimizers(mesh):
+    """Every parameter is in the group that it is in before it is divided; a step there is a step of one rank."""
+    whole = words()
+    split = mk.parallel.tensor_parallel(copy.deepcopy(whole), mesh)
+    for muon in (False, True):
+        found = {}
+        for model in (whole, split):
+            groups = mk.param_groups(model, muon=muon)
+            names = {p: n for n, p in model.named_parameters()}
+            for group in groups:
+                for parameter in group["params"]:
+                    what = group["optimizer"], group["weight_decay"]
+                    count = found.setdefault((model is split, *what), [0, 0])
+                    count[0] += parameter.numel()
+                    count[1] += 1 if muon and group["optimizer"] == "muon" else 0
+            assert model is whole or sum(len(group["params"]) for group in groups) == len(names)
+        assert {key[1:]: n for key, n in found.items() if key[0]} == {
+            key[1:]: n for key, n in found.items() if not key[0]
+        }
+    mk.param_groups(whole)
+    ids = torch.randint(11, (2, LENGTH), generator=seeded(4))
+    for model in (whole, split):
+        optimizer = torch.optim.AdamW(mk.param_groups(model), lr=0.01)
+        mk.parallel.token_losses(model, ids, ids)[0].sum().backward()
+        optimizer.step()
+    stepped = mk.parallel.joined(split, {n: full(p.detach()) for n, p in split.named_parameters()})
+    for name, parameter in whole.named_parameters():
+        # AdamW divides by roots of gradients, of which some are next to nothing.
+        close(name, stepped[name], parameter, 1e-7)
+    back = mk.parallel.parted(split, stepped)
+    assert back.keys() == dict(split.named_parameters()).keys()
+
+
 def refusals(mesh):
     split, ranks = mk.parallel.tensor_parallel(made("mamba1"), mesh), mesh.size()
     with pytest.raises(ValueError, match="tensor parallel already"):
@@ -203,10 +300,31 @@ def refusals(mesh):
     hooked.layers[0].mixer.in_proj.register_forward_hook(lambda *given: None)
     with pytest.raises(ValueError, match="in_proj of a Mamba1 is a Linear, or hooks are on it"):
         mk.parallel.tensor_parallel(hooked, mesh)
+    divided = mk.parallel.tensor_parallel(words(), mesh)
+    for take in (
+        lambda: mk.quantize(divided),
+        lambda: mk.save_model(divided, "x"),
+        lambda: mk.generate(divided, torch.ones(1, 1, dtype=torch.int64), max_new_tokens=1),
+    ):
+        with pytest.raises(ValueError, match="takes whole models, and parameters of this one are shares"):
+            take()
+    ids = torch.randint(11, (2, LENGTH), generator=seeded(4))
+    close("a copy", copy.deepcopy(divided)(ids)[0], divided(ids)[0])
     with pytest.raises(ValueError, match="expected a DeviceMesh"):
         mk.parallel.tensor_parallel(made("mamba1"), None)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(ranks, tmp_path):
-    on_ranks(ranks, tmp_path, every_family, of_tokens, computed_again, in_single_precision, refusals)
+    on_ranks(
+        ranks,
+        tmp_path,
+        every_family,
+        other_stacks,
+        of_tokens,
+        computed_again,
+        in_single_precision,
+        with_others,
+        for_optimizers,
+        refusals,
+    )

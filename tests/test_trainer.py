@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mambakit as mk
 from mambakit.blocks.param_groups import hand_over, maps_of, param_groups
@@ -15,6 +16,7 @@ from mambakit.training.batches import Rows, encode
 from mambakit.training.lock import LOCK
 from mambakit.training.loop import Trainer
 from mambakit.training.objective import Objective, TokenLosses, bits_per_byte
+from mambakit.training.processes import Ranks
 from mambakit.training.run import read_log, train
 from mambakit.training.run_checkpoints import RunCheckpoints, Saved
 from mambakit.training.saving import Saving
@@ -552,6 +554,15 @@ def test_a_checkpoint_of_another_model_is_refused():
     saved.state["model"]["backbone.embedding.weight"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"another model: backbone\.embedding\.weight, backbone\.norm_f\.weight"):
         other.restore(saved)
+
+
+def test_the_processes_of_others_are_left_alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]  # public in its docs
+    try:
+        Ranks().close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_two_runs_in_one_folder(tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import mambakit as mk
 from mambakit.checkpoints.adapters import WEIGHTS
+from mambakit.training.run import read_log
 from trainer_cases import losses
 
 HERE = Path(__file__).parent
@@ -78,6 +79,43 @@ def test_ranks_that_share_sequences_give_the_losses_of_one_process(tmp_path):
         found = losses(tmp_path / run)
         assert len(found) == 8
         assert found == pytest.approx(expected, abs=1e-9), run
+
+
+def test_ranks_that_share_heads_give_the_losses_of_one_process(tmp_path):
+    forked_runs("tensors", tmp_path)
+    expected = losses(tmp_path / "1")
+    runs = ["2-ddp", "4-ddp", "4-fsdp", "4-ddp-both", "4-fsdp-both", "4-fsdp-both-then-1", "1-then-4-ddp"]
+    for run in runs:
+        found = losses(tmp_path / run)
+        assert len(found) == 8
+        assert found == pytest.approx(expected, abs=1e-9), run
+    wanted = mk.load_model(tmp_path / "1" / "model").state_dict()
+    for name, tensor in mk.load_model(tmp_path / "4-fsdp-both" / "model").state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], atol=1e-7, rtol=0)
+    assert losses(tmp_path / "4-fsdp-muon") == pytest.approx(losses(tmp_path / "1-muon"), abs=2e-3)
+
+
+def test_torchrun_gives_the_losses_of_one_process(tmp_path):
+    """Of the command itself, on ranks that share sequences, heads and parameters."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}. " for n in range(400)))
+    tiny = ["--d-model=16", "--layers=1", "--state-rank=8", "--head-dim=8", "--batch=4", "--seq-len=16", "--warmup=2"]
+    tiny += ["--steps=6", "--held-out=0.2", "--no-tensorboard", "--json"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--no-python"]
+    mambakit = Path(sys.executable).parent / "mambakit"
+    shared = ["--context-parallel=2", "--tensor-parallel=2", "--parallel=fsdp"]
+    for out, command in (("one", [mambakit]), ("four", [sys.executable, *torchrun, mambakit])):
+        done = subprocess.run(
+            [*command, "train", text, "--out", tmp_path / out, *tiny, *(shared if out == "four" else [])],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    found, expected = (read_log(tmp_path / out / "log.jsonl")[-1]["bits_per_byte"] for out in ("four", "one"))
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,20 @@ import importlib
 import importlib.util
 import json
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from benchmarks import gpu_tables
 
 from cases import INTERPRETED
-from mambakit.kernels.triton import causal_conv, gate, mamba3_prepare, norm, selective_scan, ssd
+from mambakit.kernels.triton import causal_conv, fused_step, gate, mamba3_prepare, norm, selective_scan, ssd, tiles
 from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.launch import function, recording
-from mambakit.kernels.triton.shapes import shapes
+from mambakit.kernels.triton.shapes import IN_FLOAT32, shapes
 from mambakit.kernels.triton.source import source_hash
-from mambakit.kernels.triton.tiles import TABLE
+from mambakit.kernels.triton.tiles import TABLE, Tiles
 
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or INTERPRETED,
@@ -40,6 +43,12 @@ def test_every_row_fits_or_says_why_not():
                 assert found["atomics"] == 0
 
 
+def test_the_page_has_the_table():
+    """All of docs/gpu.md that is made from it or from the kernels, and what was not compiled too."""
+    page = gpu_tables.PAGE.read_text("utf-8")
+    assert gpu_tables.fill(page) == page, "python -m benchmarks.gpu_tables"
+
+
 def test_the_core_fits_everywhere():
     """Mamba-2's and Mamba-3's heads of 64 with states of 128, forward and backward, on every target."""
     fits = {(r["target"], r["shape"], r["dtype"]) for r in ROWS["rows"] if r["reason"] is None}
@@ -48,15 +57,77 @@ def test_the_core_fits_everywhere():
             assert (target, f"ssd 64x128, ranks 1{end}", "bfloat16") in fits
 
 
+def test_every_kernel_asks_for_what_the_gate_compiled(monkeypatch):
+    """By the same names: what is refused is found."""
+    asked: list[str] = []
+    modules = (causal_conv, fused_step, mamba3_prepare, norm, selective_scan, ssd)
+    for module in modules:
+        monkeypatch.setattr(module, "why_refused", lambda shape, dtype, device: asked.append(shape))
+    x, bsi = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)
+    causal_conv.why_not(x, torch.zeros(4, 4), None, None)
+    norm.why_not(bsi)
+    selective_scan.why_not(bsi, bsi, torch.zeros(4, 16))
+    fused_step.why_not(x, "mamba1_step_conv")
+    fused_step.why_not_mamba1(torch.zeros(1, 4, 16))
+    for p, r, m in IN_FLOAT32:
+        mamba3_prepare.why_not(torch.zeros(1, 1, m, 1, r))
+        ssd.why_not(torch.zeros(1, 1, m, 1, p), torch.zeros(1, 1, m, 1, r))
+        state = torch.zeros(1, 1, p, r)
+        if m == 1:
+            fused_step.why_not_mamba2(x, x, state)
+        fused_step.why_not_mamba3(x, state, torch.zeros(1, m, 1, r), x, x)
+    names = {shape.name.removesuffix(", backward") for shape in shapes(torch.float32)}
+    assert set(asked) == names
+
+
+def test_what_is_refused_goes_to_torch(monkeypatch):
+    """With the gate's reason; backward only where gradients are wanted, and float16 as float32."""
+    refused = {"sm_90": {"ssd 8x8, ranks 1, float32": "no", "ssd 8x9, ranks 1, backward, bfloat16": "not back"}}
+    monkeypatch.setattr(tiles, "table", lambda: {"tiles": {}, "refused": refused})
+    monkeypatch.setattr(tiles, "interpreted", lambda: False)
+    monkeypatch.setattr(tiles, "target_of", lambda index: "sm_90")
+    cuda = torch.device("cuda")
+    assert tiles.why_refused("ssd 8x8, ranks 1", torch.float32, cuda) == "no"
+    assert tiles.why_refused("ssd 8x8, ranks 1", torch.float16, cuda) == "no"
+    assert tiles.why_refused("ssd 8x8, ranks 1", torch.bfloat16, cuda) is None
+    assert tiles.why_refused("ssd 8x9, ranks 1", torch.bfloat16, cuda) == "not back"
+    with torch.no_grad():
+        assert tiles.why_refused("ssd 8x9, ranks 1", torch.bfloat16, cuda) is None
+
+
+def test_tiles_of_a_device(monkeypatch):
+    """A head's own, else those that fit all heads, else the smallest; what was tuned before the table's."""
+
+    def shaped(*shape: int) -> Any:
+        return SimpleNamespace(shape=shape, device=torch.device("cuda", 0))
+
+    def chosen(p: int, m: int, parts: int = 1) -> Tiles:
+        return tiles.tiles_for("forward", parts, shaped(1, 1, m, 2, p), shaped(1, 1, m, 1, 8))
+
+    own, common, ranked, tuned = (Tiles(n, n, n, 4) for n in (64, 32, 16, 128))
+    found = {"forward 1 8x8x1": own, "forward 1": common, "forward 3 ranks": ranked}
+    monkeypatch.setattr(tiles, "table", lambda: {"tiles": {"sm_90": found}, "refused": {}})
+    monkeypatch.setattr(tiles, "target_of", lambda index: "sm_90")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    monkeypatch.setattr(tiles, "tuned", dict)
+    assert chosen(8, 1) == own
+    assert chosen(9, 1) == common
+    assert chosen(8, 2, parts=2) == chosen(8, 2, parts=3) == ranked
+    assert chosen(8, 2) == tiles.CANDIDATES["forward"][-1]
+    monkeypatch.setattr(tiles, "tuned", lambda: {"card": {"forward 1": tuned}})
+    assert chosen(8, 1) == tuned
+
+
 @compiles
 @pytest.mark.parametrize(("target", "name", "dtype"), CHECKED)
 def test_compiles_as_the_table_says(target, name, dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shape = next(shape for shape in shapes(getattr(torch, dtype)) if shape.name == name)
     want = next(r for r in ROWS["rows"] if (r["target"], r["shape"], r["dtype"]) == (target, name, dtype))
-    got = gate.run(target, shape, {key: list(tiles) for key, tiles in ROWS["tiles"][target].items()})
-    assert got["reason"] == want["reason"]
-    assert got["kernels"] == want["kernels"]
+    launches = shape.launches
+    if "tiles" in want:
+        launches = [gate.with_tiles(call, Tiles(*want["tiles"])) for call in launches]
+    assert gate.judge(target, launches) == (want["kernels"], want["reason"])
 
 
 def specializations(call, *inputs) -> dict[str, set[str]]:

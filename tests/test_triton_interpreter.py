@@ -17,18 +17,35 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: mambakit[gpu]"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="it starts processes such as this one"),
 ]
-# File and what of it: the interpreter is slow, so of long lists some.
-CLAIMS = {
+ALL = os.environ.get("MAMBAKIT_TRITON_ALL") == "1"
+LISTS = (
+    "agreement",
+    "causal_conv",
+    "golden",
+    "gradients",
+    "norm",
+    "properties",
+    "reductions",
+    "selective_scan",
+    "stress",
+)
+# File and what of it: the interpreter is slow, so of long lists some; MAMBAKIT_TRITON_ALL=1 for all of them.
+SOME = {
     "recurrence": ("test_agreement.py", "triton and (recurrence[5- or segments[0.5-3)"),
     "gradients": ("test_gradients.py", "triton and not all_seven and not segments and not one_input"),
     "conv": ("test_causal_conv.py", "triton and silu"),
     "norm": ("test_norm.py", "triton and (golden or loop[shape2-4)"),
     "scan": ("test_selective_scan.py", "triton and (starts_from_zero or keeps_the_inputs)"),
+}
+OWN = {
+    "blocks": ("test_triton_blocks.py", "mamba" if ALL else "mamba1-split or mamba2-groups-whole or mamba3-mimo-whole"),
+    "addresses": ("test_triton_addresses.py", "test"),
     "proof": ("test_triton_proof.py", "test"),
     "guards": ("test_triton_kernels.py", "outside or order"),
     "sizes": ("test_triton_kernels.py", "not outside and not order"),
     "parts": ("test_triton_kernels.py", "products or every_dtype"),
 }
+CLAIMS = OWN | ({name: (f"test_{name}.py", "triton") for name in LISTS} if ALL else SOME)
 # Products in parts, as on a GPU, take the interpreter several times as long.
 IN_PARTS = {"parts": {"MAMBAKIT_TRITON_PARTS": "1"}}
 

@@ -13,8 +13,12 @@ from blocks import make_block, random_cache, tokens
 from cases import INTERPRETED, core_heads, core_inputs, random_segments
 from compare import check, error, gradients, leaves
 from mambakit import SsdPath, ssd
+from mambakit.kernels.triton import norm
+from mambakit.kernels.triton.launch import launch, recording
 from mambakit.ops.backends import use_backend
+from mambakit.ops.causal_conv import CAUSAL_CONV
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, MAMBA2_STEP, MAMBA3_STEP
+from mambakit.ops.norm import FINISH, GATE_FIRST, NO_NORM, NORM_FIRST, plain_finish
 from mambakit.ops.operation import Kernel, TorchOperation
 from mambakit.ops.selective_scan import SELECTIVE_SCAN
 from mambakit.ops.ssd import SSD
@@ -45,6 +49,7 @@ ODD = [
     (2, 5, 4, 2, 128, 2, 1),
     (1, 33, 1, 1, 16, 1, 128),
     (1, 1, 4, 2, 7, 1, 3),
+    (2, 0, 2, 2, 48, 1, 16),
 ]
 
 
@@ -74,6 +79,85 @@ def test_random_shapes(kind):
         want_values, want_grads = mix.results(case, "torch", torch.float64)
         check(1e-5, values, want_values)
         check(1e-4, grads, want_grads)
+
+
+@pytest.mark.parametrize("order", [NO_NORM, GATE_FIRST, NORM_FIRST])
+def test_a_wide_group_in_parts(order, monkeypatch):
+    """As 20 channels in parts of 8: values and gradients, and of large numbers the norm."""
+    monkeypatch.setattr(norm, "BLOCK", 8)
+    make = torch.Generator().manual_seed(4)
+    for m, most in ((1, 1.0), (2, 1.0), (1, 1e30)):
+        shapes = ((5, m, 40), (5, 40), (40,), (5, 40), *[(m, 40)] * 3, (40,))
+        wide = [torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes]
+        wide[0] *= most
+        if m == 1:
+            wide[4:7] = [None] * 3
+        if order == NO_NORM:
+            wide[7] = None
+        results = []
+        for dtype, run_it in ((torch.float64, plain_finish), (torch.float32, FINISH.kernels["triton"])):
+            inputs = [None if x is None else x.to(dtype).requires_grad_() for x in wide]
+            (y_Ni,) = run_it(*inputs, 20, order, 1e-5)
+            d_y_Ni = torch.randn(y_Ni.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+            grads = torch.autograd.grad(y_Ni, [x for x in inputs if x is not None], d_y_Ni)
+            results.append([{"y": y_Ni}, dict(enumerate(grads))])
+        check(1e-5, results[1][0], results[0][0])
+        if most == 1.0 or order != NO_NORM:
+            check(1e-4, results[1][1], results[0][1])
+
+
+def test_more_groups_than_a_launch_takes(monkeypatch):
+    rows = torch.randn(5, 12)
+    inputs = (
+        torch.randn(5, 2, 12),
+        rows,
+        torch.randn(12),
+        rows,
+        None,
+        None,
+        None,
+        torch.randn(12),
+        4,
+        GATE_FIRST,
+        1e-5,
+    )
+    (want,) = norm.finish(*inputs)
+    monkeypatch.setattr(norm, "most_programs", lambda warps: 7)
+    with recording() as log:
+        norm.finish(*inputs)
+    assert [call.programs for call in log] == [6, 6, 3]
+    assert torch.equal(norm.finish(*inputs)[0], want)
+    with pytest.raises(ValueError, match=r"finish would be 4294967296 programs, at most \d+ fit: use smaller parts"):
+        launch("norm.finish", 2**32)
+
+
+def test_decays_of_any_strength():
+    """What float32 calls zero is zero, however strong, minus infinity too; the weak ones after it keep their digits."""
+    for strong in (1e3, 1e10, 1e30, float("inf")):
+        inputs = core_inputs(1, 40, 1, 2, 4, 1, 4, torch.float32)
+        inputs["da_bsh"][:, 5::7] = inputs["da_bsh"][:, 6::7] = -strong
+        heads = core_heads(inputs)
+        got, d_got = run(ssd, leaves(inputs), heads, path=SsdPath(backend="triton"))
+        want, d_want = run(core, leaves(inputs, torch.float64), heads)
+        check(1e-5, got, want)
+        check(1e-4, d_got, {name: torch.nan_to_num(d) for name, d in d_want.items()})
+
+
+def test_convolution_of_no_tokens_in_segments():
+    kernel, window = CAUSAL_CONV.kernels["triton"], torch.randn(2, 3, 4)
+    inputs = (
+        torch.zeros(2, 0, 3),
+        torch.randn(3, 4),
+        None,
+        window,
+        torch.zeros(2, 0, dtype=torch.int64),
+        None,
+        [3],
+        True,
+    )
+    assert kernel.backward is not None
+    _, _, _, d_window = kernel.backward([torch.zeros(2, 0, 3), torch.ones(2, 3, 4)], *inputs, [True] * 4)
+    assert torch.equal(d_window, torch.ones(2, 3, 4))
 
 
 @pytest.mark.parametrize("name", STEPPED)

@@ -82,6 +82,20 @@ def test_a_verdict_is_kept_until_something_changes(monkeypatch):
     assert len(measured) == 3
 
 
+def test_a_captured_graph_uses_what_was_proved_before(monkeypatch):
+    """It cannot wait for a proof, and needs none where there is one."""
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    verdict = backend.verdict("causal_conv", "cpu", torch.float32)
+    assert verdict is not None
+    assert "a graph's capture cannot wait for" in verdict
+    capturing = False
+    prove.findings("causal_conv", CPU, torch.float32)
+    capturing = True
+    assert backend.verdict("causal_conv", "cpu", torch.float32) is None
+
+
 @pytest.mark.parametrize("operation", [*prove.STEPS, "finish", "mamba3_prepare"])
 def test_every_proof_passes(operation):
     findings = prove.findings(operation, CPU, torch.float32)

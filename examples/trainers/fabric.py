@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from counting import LR, STEPS, compare, loss_of, make_model, rows
 from lightning_fabric import Fabric
-from lightning_fabric.strategies import ModelParallelStrategy
+from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 import mambakit as mk

@@ -27,8 +27,8 @@ class Counting(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[at], "labels": self.rows[at]}
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 class InOrder(Trainer):

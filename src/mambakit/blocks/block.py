@@ -20,7 +20,16 @@ from mambakit.blocks.param_groups import param_groups
 from mambakit.blocks.words import check_known
 from mambakit.ops.backends import PLAIN_TENSORS
 from mambakit.ops.boundary import boundary
-from mambakit.ops.shapes import check_beside, check_dense, check_readable, check_tensors
+from mambakit.ops.shapes import (
+    FLOATS,
+    INTEGERS,
+    check_beside,
+    check_boolean,
+    check_dense,
+    check_readable,
+    check_tensors,
+    is_autocast,
+)
 from mambakit.ops.ssd_path import SsdPath
 
 Config = TypeVar("Config", bound=BlockConfig)
@@ -291,7 +300,7 @@ def check_width(block: Any, name: str, x: Tensor) -> None:
 def check_projected(module: nn.Module, name: str, x: Tensor) -> None:
     """That `x` can enter the first projection; an adapter or a quantized one says for itself what it takes."""
     weight = entry_weight(module)
-    if not x.is_floating_point() or (weight is not None and x.dtype != weight.dtype and not casts(x, weight)):
+    if x.dtype not in FLOATS or (weight is not None and x.dtype != weight.dtype and not casts(x, weight)):
         wanted = next((m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear)), torch.float32)
         raise ValueError(f"{name} is {x.dtype}, expected {wanted}, as the projections are; cast one of them")
     if weight is not None:
@@ -308,9 +317,7 @@ def entry_weight(module: nn.Module) -> Tensor | None:
 
 def casts(*tensors: Tensor) -> bool:
     """Whether autocast brings these to one dtype: all but float64."""
-    kind = tensors[0].device.type
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return is_on and all(tensor.dtype != torch.float64 for tensor in tensors)
+    return is_autocast(tensors[0].device) and all(tensor.dtype != torch.float64 for tensor in tensors)
 
 
 def check_token(block: Any, x_bd: Tensor) -> None:
@@ -332,8 +339,7 @@ def resets(reset_b: Tensor | None, x_b: Tensor) -> Options:
     if not isinstance(reset_b, Tensor) or tuple(reset_b.shape) != (len(x_b),):
         given = tuple(reset_b.shape) if isinstance(reset_b, Tensor) else type(reset_b).__name__
         raise ValueError(f"reset_b needs 1 axis (batch = {len(x_b)}), got {given}")
-    if reset_b.is_floating_point() or reset_b.is_complex():
-        raise ValueError(f"reset_b has to be boolean, got {reset_b.dtype}")
+    check_boolean("reset_b", reset_b)
     return {"reset_bs": reset_b[:, None]}
 
 
@@ -367,7 +373,7 @@ def check_cache(block: Block, cache: Any, rows: int, x_bsd: Tensor) -> None:
         raise ValueError(f"{type(block).__name__} needs a {kind.__name__}, got {given}; fresh_cache() makes one")
     for name, shape in block.cache_shapes(rows).items():
         tensor = getattr(cache, name)
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
             given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"cache.{name} is {given}, expected a floating-point tensor")
         check_dense(f"cache.{name}", tensor)
@@ -385,8 +391,7 @@ def check_flags(name: str, flags_bs: Tensor, x_bsd: Tensor) -> None:
     check_tensors({name: flags_bs})
     if tuple(flags_bs.shape) != tuple(x_bsd.shape[:2]):
         raise ValueError(f"{name} has shape {tuple(flags_bs.shape)}, expected {tuple(x_bsd.shape[:2])} as x_bsd has")
-    if flags_bs.is_floating_point() or flags_bs.is_complex():
-        raise ValueError(f"{name} has to be boolean, got {flags_bs.dtype}")
+    check_boolean(name, flags_bs)
     check_beside("x_bsd", x_bsd, name, flags_bs)
 
 
@@ -395,7 +400,7 @@ def check_packing(cu_seqlens: Tensor, x_bsd: Tensor) -> int:
     if x_bsd.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs sequences into a batch of one, got a batch of {x_bsd.shape[0]}")
     check_readable("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in INTEGERS:
         raise ValueError(
             "cu_seqlens has to be a vector of integers such as [0, 3, 7], "
             f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"

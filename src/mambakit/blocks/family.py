@@ -38,6 +38,8 @@ class FusedStep:
     notes: tuple[str, Callable[[Any], int]] | None = None
     """A tensor of its cache, too large to be copied for every token; and, of a block, how many numbers are in the note
     of what a token writes into it."""
+    narrow: str | None = None
+    """What the kernels call that tensor where it is in bfloat16; None if they know no such."""
     slots: "Slots | None" = None
     """Of a block that keeps tokens, in what its cache's `grows` names: how the kernels have them."""
     inside: Callable[[Any], tuple[Any, ...]] = lambda block: (block,)

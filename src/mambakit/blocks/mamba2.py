@@ -382,10 +382,12 @@ FAMILY = register(
             fields=lambda block: {
                 **step_fields(block),
                 **{f"{part}_scale": by for part, by in zip(PARTS, block.config.multipliers, strict=True)},
+                "narrow_state": None,
             },
             projections=("in_proj", "out_proj"),
             places={"conv_bvk": "window", "ssm_bhpr": "state"},
             notes=("ssm_bhpr", lambda block: head_notes(block.config)),
+            narrow="narrow_state",
         ),
     )
 )

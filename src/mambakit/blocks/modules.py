@@ -185,6 +185,8 @@ def last_token(x_bsX: Tensor, before_bX: Tensor, lengths_b: Tensor | None) -> Te
 
 def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float, floor: float) -> None:
     """Draw step sizes log-uniformly and store what softplus maps onto them."""
+    if bias.is_meta:
+        return
     log_dt = torch.rand_like(bias, dtype=torch.float32) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min)
     dt = torch.exp(log_dt).clamp(min=floor)
     with torch.no_grad():

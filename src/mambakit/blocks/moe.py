@@ -17,6 +17,7 @@ from mambakit.blocks.shares import Part, Shares, along, run, shared
 from mambakit.blocks.stateless import NoCache, Stateless
 from mambakit.ops.boundary import boundary
 from mambakit.ops.grouped_product import grouped_product
+from mambakit.ops.shapes import full_precision
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.team import Team
 
@@ -102,7 +103,7 @@ class Router(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         wide = torch.promote_types(torch.promote_types(input.dtype, self.weight.dtype), torch.float32)
-        with torch.autocast(input.device.type, enabled=False):
+        with full_precision(input.device):
             if self.weight.dtype == wide:
                 return super().forward(input.to(wide))
             return F.linear(input.to(wide), self.weight.to(wide))

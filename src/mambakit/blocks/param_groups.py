@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mambakit.arguments import check_flag, check_kind, check_number
+from mambakit.blocks.shares import Parts
 
 # Step sizes, decays and trapezoid weights are one number per head, or the bottleneck to it: nothing to orthogonalise.
 ADAMW_MAPS = frozenset({"dt", "A", "lambda"})
@@ -98,7 +99,8 @@ def _decays(owner: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     # A copy of a module loses its parameters' flags; A_log is the one matrix that would then decay.
     flagged = getattr(parameter, "_no_weight_decay", False) or name == "A_log"
     is_norm = "norm" in type(owner).__name__.lower()
-    axes = 3 if name in getattr(owner, "stacked_maps", ()) else 2
+    is_stacked = owner.is_stacked if isinstance(owner, Parts) else name in getattr(owner, "stacked_maps", ())
+    axes = 3 if is_stacked else 2
     return parameter.dim() == axes and not (flagged or is_norm or name.endswith("bias"))
 
 
@@ -109,7 +111,13 @@ def _projections(module: nn.Module) -> dict[nn.Parameter, dict[str, int]]:
         for name, rows in getattr(owner, "independent_maps", {}).items():
             # An adapter around the projection shows the weight of its base layer, often frozen.
             weight = getattr(getattr(owner, name), "weight", None)
-            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+            if isinstance(weight, Parts):
+                # Maps by themselves already.
+                maps = {n: part for n, part in weight.named_parameters() if part.requires_grad}
+                found |= {part: {name: len(part)} for name, part in maps.items()}
+            elif isinstance(weight, nn.Parameter) and weight.requires_grad:
+                # Of one map a rank may know its own rows only.
+                rows = {name: len(weight) for name in rows} if len(rows) == 1 else rows
                 if weight.dim() != 2 or len(weight) != sum(rows.values()):
                     raise ValueError(f"{name}.weight of shape {tuple(weight.shape)} does not have the rows of {rows}")
                 found[weight] = {name: count for name, count in rows.items() if count}

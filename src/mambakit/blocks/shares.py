@@ -118,6 +118,14 @@ def expand_for(width: int, d_model: int) -> float:
     return expand
 
 
+def check_whole(what: str, model: nn.Module) -> None:
+    """ValueError if a rank has shares of parameters only."""
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise ValueError(
+            f"{what} takes whole models, and parameters of this one are shares; load a whole copy, one per process"
+        )
+
+
 class SummedLinear(Linear):
     """A projection of which each rank has some inputs; every rank goes on with the sum in its own way."""
 
@@ -166,6 +174,8 @@ class Parts(nn.Module):
     def __init__(self, split: Split, parameters: Mapping[str, nn.Parameter]):
         super().__init__()
         self.split = split
+        self.is_stacked = False
+        """Whether each is a stack of matrices."""
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
 

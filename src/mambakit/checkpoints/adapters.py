@@ -10,15 +10,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mambakit.arguments import check_kind, find_path
+from mambakit.arguments import check_kind, find_path, shown
 from mambakit.checkpoints.files import ADAPTER_CONFIG as CONFIG
-from mambakit.checkpoints.files import read_json
+from mambakit.checkpoints.files import CONFIG as MODEL_CONFIG
+from mambakit.checkpoints.files import DTYPES, find_directory, read_json
 from mambakit.checkpoints.writing import replacing, write_json, write_tensors
 from mambakit.models.lora import adapters, wrap
 
 Model = TypeVar("Model", bound=nn.Module)
 
 WEIGHTS = "adapter_model.safetensors"
+MAX_ADAPTERS = 8
+"""On the way from an adapter to the model."""
 PREFIX = "base_model.model."
 """peft's names of tensors begin with how it wraps a model."""
 OURS = re.compile(r"adapter_(config\.json|model\.(safetensors|bin))")
@@ -78,23 +81,25 @@ def load_lora(model: Model, directory: str | os.PathLike[str]) -> Model:
     values = _read_config(place)
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in _read_tensors(place / WEIGHTS).items()}
     paths = list(dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in stored))
-    known = {path for path, module in model.named_modules() if hasattr(module, "in_features")}
+    known: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "in_features")}
     strange = [path for path in paths if path not in known]
     if strange or not paths:
         raise ValueError(
             f"the adapter in {place} is for another model, which has {', '.join(strange[:5]) or 'nothing'}"
         )
-    wrap(model, paths, values["r"], values["lora_alpha"])
-    own = _tensors(model)
+    # Compared before anything is made: a rank is only a number, and the model stays as it is.
+    shapes = {f"{path}.lora_A.weight": (values["r"], known[path].in_features) for path in paths}
+    shapes |= {f"{path}.lora_B.weight": (known[path].out_features, values["r"]) for path in paths}
     wrong = [
-        f"{name} {_shape(stored.get(name))} for {_shape(own.get(name))}"
-        for name in sorted(stored.keys() | own.keys())
-        if name not in stored or name not in own or stored[name].shape != own[name].shape
+        f"{name} {_told(stored.get(name))} for {_told(shapes.get(name))}"
+        for name in sorted(stored.keys() | shapes.keys())
+        if name not in stored or stored[name].dtype not in DTYPES or tuple(stored[name].shape) != shapes.get(name)
     ]
     if wrong:
         raise ValueError(f"the adapter in {place} does not fit the model: {', '.join(wrong[:5])}")
+    wrap(model, paths, values["r"], values["lora_alpha"])
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in _tensors(model).items():
             tensor.copy_(stored[name])
     return model
 
@@ -103,10 +108,24 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG).is_file()
 
 
+def is_alone(directory: Path) -> bool:
+    """Whether there is an adapter and no model."""
+    return is_adapter(directory) and not (directory / MODEL_CONFIG).is_file()
+
+
 def base_of(directory: Path) -> str:
-    """Where the model is that an adapter belongs to."""
+    """Where the model is that an adapter belongs to, or another adapter that in the end belongs to one."""
+    first, place = _named_base(directory), directory
+    for _ in range(MAX_ADAPTERS):
+        base = _named_base(place)
+        if not Path(base).is_dir() or not is_alone(place := find_directory(base)):
+            return first
+    raise ValueError(f"the adapter in {directory} belongs to itself, or to more than {MAX_ADAPTERS} others")
+
+
+def _named_base(directory: Path) -> str:
     base = _read_config(directory).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not base or "\0" in base:
         raise ValueError(
             f"{directory / CONFIG} does not name its model; load_lora(load_model(...), {str(directory)!r})"
         )
@@ -121,18 +140,21 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _shape(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else "x".join(map(str, tensor.shape))
+def _told(given: Tensor | tuple[int, ...] | None) -> str:
+    if given is None:
+        return "nothing"
+    kind = f" of {given.dtype}" if isinstance(given, Tensor) and given.dtype not in DTYPES else ""
+    return "x".join(map(str, given.shape if isinstance(given, Tensor) else given)) + kind
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
     values, path = read_json(directory / CONFIG), directory / CONFIG
     rank, alpha = values.get("r"), values.get("lora_alpha")
     if values.get("peft_type") != "LORA":
-        raise ValueError(f"{path} has peft_type = {values.get('peft_type')!r}, and only LORA is read")
+        raise ValueError(f"{path} has peft_type = {shown(values.get('peft_type'))}, and only LORA is read")
     fits = type(rank) is int and rank > 0 and isinstance(alpha, int | float) and 0 < alpha < math.inf
     if not fits or isinstance(alpha, bool):
-        raise ValueError(f"{path} has r = {rank!r} and lora_alpha = {alpha!r}, expected positive numbers")
+        raise ValueError(f"{path} has r = {shown(rank)} and lora_alpha = {shown(alpha)}, expected positive numbers")
     odd = [name for name, value in PLAIN.items() if values.get(name, value) != value]
     odd += [name for name in EMPTY if values.get(name)]
     if odd:

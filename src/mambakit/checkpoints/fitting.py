@@ -1,5 +1,6 @@
 """Named tensors and the model they belong to: whether they fit, and putting them in."""
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,8 @@ from mambakit.blocks.family import family_of
 from mambakit.checkpoints.names import Renamed, Rule, renamed
 from mambakit.checkpoints.quantized import Formats, check_types, stand_in
 from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.models.outline import outline
+from mambakit.models.quantized_linear import QuantizedLinear
 
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "lm_head.weight"
@@ -42,7 +45,7 @@ def empty_model(
         dtype = next((tensors[name].dtype for name in projections if name in tensors), torch.float32)
         dtype = dtype if dtype.is_floating_point else torch.float32
     try:
-        model = LanguageModel(config, device="meta", dtype=dtype)
+        model = outline(config, dtype)
         stand_in(model, quantization or {})
         return model
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes whose product is no number for torch
@@ -162,7 +165,8 @@ def fill(model: LanguageModel, tensors: Renamed, device: torch.device | str | No
     for name, empty in list(model.named_parameters(remove_duplicate=False)):
         if empty not in full:
             # Copied, since the tensors are parts of the mapped files.
-            values = tensors.take(name).to(device, empty.dtype, copy=True, memory_format=torch.contiguous_format)
+            copy = not (name == EMBEDDING and _is_read_by_rows(model))
+            values = tensors.take(name).to(device, empty.dtype, copy=copy, memory_format=torch.contiguous_format)
             full[empty] = nn.Parameter(values, requires_grad=empty.requires_grad)
             vars(full[empty]).update(vars(empty))
         module, _, leaf = name.rpartition(".")
@@ -173,6 +177,14 @@ def fill(model: LanguageModel, tensors: Renamed, device: torch.device | str | No
         values = tensors.take(name) if name in tensors else torch.empty(empty.shape)
         setattr(model.get_submodule(module), leaf, values.to(device, empty.dtype, copy=True))
     assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def _is_read_by_rows(model: LanguageModel) -> bool:
+    """Whether a model is meant to be small, and its embedding is no head: of that, every token reads one row.
+
+    It stays in the file then, mapped, and takes the memory of what was read. Other systems lock files that are mapped.
+    """
+    return os.name == "posix" and isinstance(model.lm_head, QuantizedLinear)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

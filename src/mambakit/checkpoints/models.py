@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from mambakit.arguments import check_kind, find_device, find_path, shown
+from mambakit.blocks.shares import check_whole
 from mambakit.checkpoints import gguf
-from mambakit.checkpoints.adapters import base_of, is_adapter, load_lora
+from mambakit.checkpoints.adapters import base_of, is_alone, load_lora
 from mambakit.checkpoints.files import CONFIG, DTYPES, PACKED, find_directory, read_tensors
 from mambakit.checkpoints.fitting import (
     EMBEDDING,
@@ -72,7 +73,7 @@ def load_model(
         dtype = dtype or torch.float32
     else:
         place, described = find_directory(path_or_hub_name, revision), CONFIG
-        if is_adapter(place) and not (place / CONFIG).is_file():
+        if is_alone(place):
             given = {"a_activation": a_activation, "norm_group_size": norm_group_size, "dt_limit": dt_limit}
             return merge_lora(load_lora(load_model(base_of(place), dtype=dtype, device=device, **given), place))
         name, found = read_config(place / CONFIG)
@@ -119,6 +120,7 @@ def save_model(
         raise ValueError(f"format = {shown(format)} is unknown; choose from {', '.join((*FORMATS, *HUB))}")
     if not isinstance(model, LanguageModel):
         raise ValueError(f"save_model takes a LanguageModel, got a {type(model).__name__}")
+    check_whole("save_model", model)
     if max_shard_bytes is None:
         max_shard_bytes = None if format == "official" else MAX_SHARD_BYTES
     elif type(max_shard_bytes) is not int or max_shard_bytes <= 0:

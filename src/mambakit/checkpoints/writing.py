@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mambakit.checkpoints.files import INDEX
+from mambakit.ops.shapes import check_numbers
 
 OURS = re.compile(r"config\.json|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 """Files that belong to a checkpoint, and so are not kept from the one before."""
@@ -54,6 +55,8 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], name: str, max_bytes: int | None) -> None:
     """To the file `name`, or to several of at most `max_bytes` with an index; a tensor is never divided."""
+    for key, tensor in tensors.items():
+        check_numbers(key, tensor)
     parts = _divide(tensors, max_bytes)
     if len(parts) == 1:
         _write_file(directory / name, tensors)

@@ -47,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-parallel", type=int, default=1, metavar="N", help="under torchrun: N processes share each sequence"
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="under torchrun: N processes share each block's heads",
+    )
     parser.add_argument("--device", help="cpu, cuda or mps; default: cuda if there is one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     for name, option in OPTIONS.items():
@@ -63,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         if given.get(name) and Path(given[name]).exists():  # else a name on the hub
             given[name] = str(Path(given[name]).resolve())
     out, data = Path(args.out), [str(Path(path).resolve()) for path in args.data]
-    ranks = Ranks(args.parallel, args.device, args.context_parallel)
+    ranks = Ranks(args.parallel, args.device, args.context_parallel, args.tensor_parallel)
     try:
         with alone_in(out, ranks):
             again = args.resume or (ranks.restarted and holds_run(out))

@@ -12,7 +12,7 @@ from torch import Tensor
 from mambakit.checkpoints.fields import renamed
 from mambakit.checkpoints.official import BLOCK, WIDTH
 from mambakit.ops.activations import softplus
-from mambakit.ops.shapes import check_beside, check_tensors
+from mambakit.ops.shapes import FLOATS, check_beside, check_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -21,6 +21,7 @@ FORKS = {"bimamba", "bimamba_type", "if_divide_out", "if_devide_out", "init_laye
 
 ACTIVATIONS = (None, "silu", "swish")
 NARROW = (torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
 
 
 def in_the_order(names: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -49,16 +50,16 @@ def of_tensors(function: Function) -> Function:
     """Makes ValueErrors of arguments that are no tensors where the signature says `Tensor`, or do not go together."""
     parameters = signature(function).parameters
     required = [name for name, parameter in parameters.items() if parameter.annotation is Tensor]
-    optional = [name for name, parameter in parameters.items() if parameter.annotation == Tensor | None]
+    optional = [name for name, p in parameters.items() if p.annotation in (Tensor | None, Tensor | str | None)]
+    worded = [name for name, parameter in parameters.items() if parameter.annotation == Tensor | str | None]
     flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **options}
         tensors = {name: given[name] for name in required if name in given}
-        # Older versions have a word, the activation, in the place of a tensor.
-        absent = (str, type(None)) if "activation" in parameters else type(None)
-        tensors |= {name: given[name] for name in optional if not isinstance(given.get(name), absent)}
+        words = [name for name in worded if isinstance(given.get(name), str)]
+        tensors |= {name: given[name] for name in optional if given.get(name) is not None and name not in words}
         check_tensors(tensors)
         first = next(iter(tensors), "")
         for name, tensor in tensors.items():
@@ -120,27 +121,29 @@ def check_activation(activation: str | None) -> bool:
     return activation is not None
 
 
-def by_version(activation: str | None, *others: Any) -> tuple[Any, ...]:
+def by_version(activation: str | None, *others: Any) -> list[Any]:
     """The activation, then the other arguments: in older versions it comes earlier, at the place of one of them."""
     for given in others:
         if isinstance(given, str):
             activation = given
-    return activation, *(None if isinstance(given, str) else given for given in others)
+    return [activation, *(None if isinstance(given, str) else given for given in others)]
 
 
-def in_one_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
+def in_one_precision(*tensors: Tensor | None, may_be_complex: bool = False) -> tuple[Any, ...]:
     """The tensors as they are, or all in float64 if one of them is. Official functions mix dtypes freely."""
+    known = (*FLOATS, *COMPLEX) if may_be_complex else FLOATS
     for t in tensors:
-        if t is not None and not (t.is_floating_point() or t.is_complex()):
+        if t is not None and t.dtype not in known:
             raise ValueError(f"a tensor of shape {tuple(t.shape)} is {t.dtype}, expected floating-point numbers")
     if not any(t is not None and t.dtype in (torch.float64, torch.complex128) for t in tensors):
         return tensors
     return tuple(None if t is None else t.to(torch.complex128 if t.is_complex() else torch.float64) for t in tensors)
 
 
-def in_full_precision(*tensors: Tensor | None) -> tuple[Any, ...]:
+def in_full_precision(*tensors: Tensor | None, may_be_complex: bool = False) -> tuple[Any, ...]:
     """`in_one_precision`, and none narrower than float32: official kernels round their output and nothing before it."""
-    return tuple(t if t is None or t.dtype not in NARROW else t.float() for t in in_one_precision(*tensors))
+    tensors = in_one_precision(*tensors, may_be_complex=may_be_complex)
+    return tuple(t if t is None or t.dtype not in NARROW else t.float() for t in tensors)
 
 
 def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:

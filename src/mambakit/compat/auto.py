@@ -24,6 +24,7 @@ from mambakit.compat.auto_config import MambakitConfig
 from mambakit.compat.auto_files import GENERATION, find, one_device, read_dtype, write_among_others
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.stack import StackCache
+from mambakit.ops.boundary import boundary, next_labels
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
 # transformers calls by name and asks models to take the arguments they have a use for.
@@ -123,7 +124,11 @@ class MambakitForCausalLM(PreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output = MambakitOutput(logits=model.logits(x_bsd[:, kept]))
         if labels is not None:
-            counted = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
+            counted: dict[str, Any] = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
+            if (edge := boundary()) is not None:
+                # The sum over the ranks is the loss of the whole sequence.
+                counted["shift_labels"], items = next_labels(edge, labels, ignored=-100)
+                counted["num_items_in_batch"] = items if num_items_in_batch is None else num_items_in_batch
             output.loss = self.loss_function(logits=output.logits, labels=labels, **counted)
         if use_cache or (use_cache is None and self.config.use_cache and not self.training):
             output.cache_params = MambakitCache(states, seen + x_bsd.shape[1])

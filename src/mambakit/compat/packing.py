@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambakit.blocks.block import Layout, check_packing, lay_out
-from mambakit.ops.shapes import check_readable, check_tensors
+from mambakit.ops.shapes import INTEGERS, check_integers, check_readable, check_tensors
 
 
 def segments_of(seq_idx: Tensor | None, batch: int, length: int) -> Tensor | None:
@@ -15,8 +15,7 @@ def segments_of(seq_idx: Tensor | None, batch: int, length: int) -> Tensor | Non
     check_tensors({"seq_idx": seq_idx})
     if tuple(seq_idx.shape) != (batch, length):
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected {(batch, length)}: one id per token")
-    if seq_idx.is_floating_point() or seq_idx.dtype == torch.bool:
-        raise ValueError(f"seq_idx has to hold integer ids, got {seq_idx.dtype}")
+    check_integers("seq_idx", seq_idx, "integer ids")
     if length < 2:
         return seq_idx.long()
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(1)
@@ -30,7 +29,7 @@ def hide_padding(y_bsX: Tensor, seq_idx: Tensor | None) -> Tensor:
 def end_of(cu_seqlens: Tensor, length: int) -> int:
     """Where the last packed sequence ends: before `length` if padding follows it."""
     check_readable("cu_seqlens", cu_seqlens)
-    readable = cu_seqlens.dim() == 1 and len(cu_seqlens) > 1 and not cu_seqlens.is_floating_point()
+    readable = cu_seqlens.dim() == 1 and len(cu_seqlens) > 1 and cu_seqlens.dtype in INTEGERS
     end = int(cu_seqlens[-1]) if readable else length
     return end if 0 <= end < length else length
 

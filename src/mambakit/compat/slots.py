@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mambakit.ops.shapes import check_readable
+from mambakit.ops.shapes import INTEGERS, check_readable
 
 
 class Slots:
@@ -22,7 +22,7 @@ class Slots:
         if slot_b is None:
             return
         check_readable(name, slot_b)
-        if tuple(slot_b.shape) != (batch,) or slot_b.is_floating_point() or slot_b.dtype == torch.bool:
+        if tuple(slot_b.shape) != (batch,) or slot_b.dtype not in INTEGERS:
             given = f"{slot_b.dtype} of shape {tuple(slot_b.shape)}"
             raise ValueError(f"{name} is {given}, expected {batch} integers: a row of the state for each row of x")
         if not torch.compiler.is_compiling() and batch and int(slot_b.max()) >= len(state):

@@ -1,9 +1,10 @@
 """Text that has to have a form: which tokens may come next, by `llguidance`; see docs/generation.md."""
 
 import json
+import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,16 +21,54 @@ QUOTE, BRACKETS = b'"', b"]})"
 OTHERS = (b",:", b"0123456789", b"tn", b"f", b"-[{(", b" ", b"abcdefghijklmnopqrstuvwxyz")
 """First bytes of tokens in the order in which they are tried in bringing a text to its end."""
 USED = 1000.0
+FORMS, DETOURS = 64, 1024
+"""That are remembered: forms for each tokenizer, detours for each form."""
+LONGEST_WAY = 4096
+"""Tokens after which no end is looked for any more: a form may have none."""
 IS_ZERO = bytes([1]) + bytes(255)
+MINUS_INFINITY = (bytes([0, 0xFF]) + bytes(254), bytes([0, 0x80]) + bytes(254))
+"""Its two high bytes in float32 for 1, and those of 0 for 0."""
 
 
-class Table(NamedTuple):
-    """A tokenizer's tokens."""
+class Form:
+    """What is known of all texts of one form for a model's vocabulary."""
 
-    known: Any
-    """As `llguidance` reads them."""
-    prices: list[tuple[Tensor, Tensor]]
-    """See `find_prices`."""
+    def __init__(self, matcher: Any):
+        self.matcher = matcher
+        """At the start of a text."""
+        self.ways_out: list[list[int] | None] = []
+        """The one from there, once it was looked for."""
+        self.detours: dict[int, list[int]] = {}
+        """After a token that a way out did not begin with: what led back to it last time."""
+        self.latest: list[list[int]] = []
+        """Of these the ones found last."""
+
+    def add_detour(self, token: int, detour: list[int]) -> None:
+        if len(self.detours) < DETOURS:
+            self.detours[token] = detour
+        if detour not in self.latest:
+            self.latest = [detour, *self.latest[:3]]
+
+
+class Table:
+    """A tokenizer's tokens, and the forms that were compiled for them."""
+
+    def __init__(self, known: Any):
+        self.known = known
+        """As `llguidance` reads them."""
+        self.prices = find_prices(known)
+        self._forms: dict[tuple[str, int], Form] = {}
+
+    def form(self, told: str, vocab_size: int) -> Form:
+        """Compiled once; one that cannot be is not remembered."""
+        form = self._forms.get((told, vocab_size))
+        if form is None:
+            form = Form(import_llguidance().LLMatcher(self.known, told, log_level=0))
+            if not form.matcher.is_error():
+                while len(self._forms) >= FORMS:
+                    self._forms.pop(next(iter(self._forms)), None)
+                self._forms[told, vocab_size] = form
+        return form
 
 
 TABLES: "WeakKeyDictionary[Any, Table]" = WeakKeyDictionary()
@@ -51,54 +90,85 @@ class Constraint:
         check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
         self._vocab_size = vocab_size
         self._table = table(tokenizer)
-        self._matcher = import_llguidance().LLMatcher(self._table.known, grammar(wanted), log_level=0)
+        self._eos = self._table.known.eos_token
+        self._form = self._table.form(grammar(wanted), vocab_size)
+        self._matcher = self._form.matcher.deep_copy()
         self._check("cannot be compiled")
         self.complete = False
         """Whether no further token may come."""
-        self.forbidden = b""
-        """Of each of the model's tokens 1 where it may not come next, otherwise 0."""
+        self.only: int | None = None
+        """The next token, where no other may come."""
+        self._bias = bytearray(4 * vocab_size)
+        self.bias_w = torch.frombuffer(self._bias, dtype=torch.float32)
+        """Added to the logits of the next token: minus infinity where it may not come. Changed by `take`."""
+        self._astray = 0
+        """How many tokens of the way out only lead back to one that was known before."""
         self._look_ahead()
         self._left = max_new_tokens
-        self._way_out = None if max_new_tokens is None else self._find_way_out(max_new_tokens)
+        self._way_out = None if max_new_tokens is None else self._first_way_out(max_new_tokens)
 
     def take(self, token: int) -> int:
         """Go on with this token, or with another if too few were left to come to an end after it; which it was."""
-        way_out = self._way_out
-        if way_out is not None:
-            assert self._left is not None
-            token, self._way_out = self._settle(token, way_out, self._left - 1)
-        self._matcher.consume_token(token)
-        self._check(f"cannot go on with token {token}")
-        self.complete = self._matcher.is_stopped() or not self._look_ahead()
+        matcher, way_out = self._matcher, self._way_out
         if self._left is not None:
             self._left -= 1
-            self.complete |= not self._left and self._matcher.is_accepting()
+            if way_out is not None:
+                token, self._way_out = self._settle(token, way_out, self._left)
+        matcher.consume_token(token)
+        if matcher.is_error():
+            self._check(f"cannot go on with token {token}")
+        self.complete = matcher.is_stopped() or not self._look_ahead() or (self._left == 0 and matcher.is_accepting())
         return token
+
+    def _first_way_out(self, most: int) -> list[int] | None:
+        """From the start; found once for all texts of the form."""
+        if not self._form.ways_out:
+            self._form.ways_out.append(self._find_way_out(LONGEST_WAY))
+        way_out = self._form.ways_out[0]
+        return self._find_way_out(most) if way_out is not None and len(way_out) > most else way_out
 
     def _settle(self, token: int, way_out: list[int], left: int) -> tuple[int, list[int] | None]:
         """The token that comes and the way out after it, of at most `left` tokens; None for a model without an end."""
-        way_out = way_out or [self._table.known.eos_token]  # where the text may end as it is
-        if token == way_out[0]:
-            return token, way_out[1:]
-        for known in (way_out, way_out[1:]):
-            if len(known) <= left and self._ends(self._matcher, [token, *known]):
-                return token, known
+        way_out = way_out or [self._eos]  # where the text may end as it is
+        found = way_out[1:] if token == way_out[0] else self._known_way_out(token, way_out, left)
         can_be_said = way_out[0] < self._vocab_size
-        # Where it takes all tokens that are left, no other is looked for.
-        found = None if can_be_said and len(way_out) > left else self._find_way_out(left, [token], way_out)
+        if found is None and (len(way_out) <= left or not can_be_said):
+            # Where it takes all tokens that are left, no other is looked for.
+            found = self._find_way_out(left, [token], way_out)
+            if found is not None and found[-len(way_out) :] == way_out:
+                self._form.add_detour(token, found[: -len(way_out)])
         if found is None and can_be_said:
-            return way_out[0], way_out[1:]
+            token, found = way_out[0], way_out[1:]
+        if found is not None:
+            self._astray = max(0, self._astray + len(found) - len(way_out))
         return token, found
+
+    def _known_way_out(self, token: int, way_out: list[int], left: int) -> list[int] | None:
+        """After `token`: as before, without the token that this one is in place of, or back to it."""
+        ways = [way_out[1:], way_out] if self._astray else [way_out, way_out[1:]]
+        detour = self._form.detours.get(token)
+        if detour is None:
+            ways += [[*some, *way_out] for some in self._form.latest]
+        else:
+            ways.insert(0, detour + way_out)
+        for way in ways:
+            if len(way) <= left and self._ends(self._matcher, [token, *way]):
+                if detour is None and len(way) > len(way_out):
+                    self._form.add_detour(token, way[: -len(way_out)])
+                return way
+        return None
 
     def _ends(self, matcher: Any, tokens: list[int]) -> bool:
         """Whether these may come next and be the last."""
-        return matcher.validate_tokens([*tokens, self._table.known.eos_token]) == len(tokens) + 1
+        tokens.append(self._eos)
+        return matcher.validate_tokens(tokens) == len(tokens)
 
     def _find_way_out(self, most: int, after: Sequence[int] = (), known: Sequence[int] = ()) -> list[int] | None:
         """Tokens that end the text, at most so many; None if none are found. `known` is how it would have ended before.
 
         What closes comes first, and of what does not, what has not been there yet: all of a form is tried in the end.
         """
+        most = min(most, LONGEST_WAY)
         for joins in (True, False) if known else (False,):
             for first_w, dearer_w in self._table.prices:
                 matcher, way = self._matcher.deep_copy(), []
@@ -122,13 +192,17 @@ class Constraint:
 
     def _look_ahead(self) -> bool:
         """Find out what may come next; whether anything may."""
-        bias = self._matcher.compute_logit_bias()
-        self._check("has become too complex")
-        self.forbidden = forbidden(bias, self._vocab_size)
-        goes_on = 0 in self.forbidden
-        if not goes_on and not self._matcher.is_accepting():
+        told = forbidden(self._matcher.compute_logit_bias(), self._vocab_size)
+        if self._matcher.is_error():
+            self._check("has become too complex")
+        # Bytes of float32: torch takes longer for any of its operations.
+        high, low = (3, 2) if sys.byteorder == "little" else (0, 1)
+        self._bias[high::4], self._bias[low::4] = told.translate(MINUS_INFINITY[0]), told.translate(MINUS_INFINITY[1])
+        first = told.find(0)
+        self.only = first if first >= 0 and told.find(0, first + 1) < 0 else None
+        if first < 0 and not self._matcher.is_accepting():
             raise ValueError("the constraint allows none of the model's tokens to come next")
-        return goes_on
+        return first >= 0
 
     def _check(self, told: str) -> None:
         if self._matcher.is_error():
@@ -144,10 +218,9 @@ def forbidden(bias: bytes, vocab_size: int) -> bytes:
     return bias[:vocab_size].translate(IS_ZERO).ljust(vocab_size, b"\1")
 
 
-def masked(values: Tensor, forbidden: bytes, value: float) -> Tensor:
-    """`value` in all places of `values` where there is a 1."""
-    mask = torch.frombuffer(bytearray(forbidden), dtype=torch.bool)
-    return values.masked_fill(mask.view_as(values).to(values.device), value)
+def masked(values_w: Tensor, forbidden: bytes, value: float) -> Tensor:
+    """`value` in all places of `values_w` where there is a 1."""
+    return values_w.masked_fill(torch.frombuffer(bytearray(forbidden), dtype=torch.bool), value)
 
 
 def find_prices(known: Any) -> list[tuple[Tensor, Tensor]]:
@@ -176,8 +249,12 @@ def constrained(logits_bw: Tensor, constraints: Sequence[Constraint | None]) -> 
     """What each row's constraint keeps, and all of a row that has none."""
     if not any(constraints):
         return logits_bw
-    free = bytes(logits_bw.shape[1])
-    return masked(logits_bw, b"".join(free if own is None else own.forbidden for own in constraints), -torch.inf)
+    if len(constraints) == 1 and constraints[0] is not None:
+        bias_bw = constraints[0].bias_w
+    else:
+        free_w = torch.zeros(logits_bw.shape[1])
+        bias_bw = torch.stack([free_w if own is None else own.bias_w for own in constraints])
+    return logits_bw + (bias_bw if logits_bw.device.type == "cpu" else bias_bw.to(logits_bw.device))
 
 
 def grammar(wanted: Any) -> str:
@@ -214,7 +291,7 @@ def table(tokenizer: Any) -> Table:
         else:
             given = f"expected Bytes or a TokenizerFile of mambakit.text.tokens, got a {type(tokenizer).__name__}"
             raise ValueError(f"a constraint needs to know the tokenizer's tokens: {given}")
-        TABLES[tokenizer] = Table(made, find_prices(made))
+        TABLES[tokenizer] = Table(made)
     return TABLES[tokenizer]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from mambakit.arguments import shown
 from mambakit.blocks import caches
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import FAMILIES, family_of
@@ -24,11 +25,12 @@ from mambakit.inference.decoder_states import States, copied, step_of, take_out
 from mambakit.models.language_model import Backbone, LanguageModel
 from mambakit.models.layer import Layer, LayerNorm
 from mambakit.models.multi_gate import Residual
+from mambakit.models.outline import outline
 from mambakit.models.quantized_linear import Bfloat16Linear, Int4Linear, Int8Linear, IntegerInt4Linear
 from mambakit.ops import decode, few_rows
 from mambakit.ops.backends import overwriting, use_backend
 from mambakit.ops.decode import DECODE, At, Decoding
-from mambakit.ops.shapes import check_tensors
+from mambakit.ops.shapes import check_readable
 
 PROJECTIONS = (Linear, Bfloat16Linear, Int8Linear, Int4Linear, IntegerInt4Linear)
 MODULES = (LanguageModel, Backbone, Layer, Residual, nn.ModuleList)
@@ -93,14 +95,38 @@ def check_one_call(model: LanguageModel, backend: str) -> None:
         raise ValueError(f'this model cannot be decoded in one call (backend "{backend}"): {reason}')
 
 
-def make_decoder(model: LanguageModel, backend: str) -> "Decoder | StepByStep":
+STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What states may be kept in between tokens."""
+
+
+def check_states(model: LanguageModel, backend: str, states: str) -> None:
+    """ValueError where `states` is no word for them, or this model's cannot be kept so."""
+    if type(states) is not str or states not in STATES:
+        raise ValueError(f"states is {shown(states)}, expected one of {', '.join(map(repr, STATES))}")
+    if states == "float32":
+        return
+    reason = f'backend="{backend}" steps module by module' if backend == "torch" else why_not(model)
+    if reason is None and DECODE.offer(model.backbone.embedding.weight.detach()) is None:
+        reason = "no kernel decodes it in one call"
+    if reason is None:
+        blocks = [spot.block for layer in model.backbone.layers for spot in spots_of(layer)]
+        # Tokens that are kept are no states.
+        stateful = [b for b in blocks if b.cache_class is not NoCache and not hasattr(b.cache_class, "grows")]
+        others = sorted({family_of(block).title for block in stateful if step_of(block).narrow is None})
+        reason = f"it is for Mamba-2, and there is {', '.join(others)}" if others else None
+    if reason is not None:
+        raise ValueError(f'states="{states}": {reason}; leave it out')
+
+
+def make_decoder(model: LanguageModel, backend: str, states: str = "float32") -> "Decoder | StepByStep":
     """The fastest way to decode rows, or the one asked for: `"cpu"` is one call per token, `"torch"` is not."""
+    check_states(model, backend, states)
     if backend in DECODE.kernels:
-        return Decoder(model, backend)
+        return Decoder(model, backend, states)
     if backend == "auto" and why_not(model) is None:
         kernel = DECODE.offer(model.backbone.embedding.weight.detach())
         if kernel is not None:
-            return Decoder(model, kernel.backend.name)
+            return Decoder(model, kernel.backend.name, states)
     return StepByStep(model, backend)
 
 
@@ -123,8 +149,11 @@ class Decoder:
     after the next `load`, but a parameter that is replaced does not, nor do other numbers, hooks or modules.
     """
 
-    def __init__(self, model: LanguageModel, backend: str = "cpu"):
+    def __init__(self, model: LanguageModel, backend: str = "cpu", states: str = "float32"):
         check_one_call(model, backend)
+        check_states(model, backend, states)
+        self._chained = states == "float32"
+        """Whether it knows chains: what they take back is noted in float32."""
         kernel = DECODE.choose(backend, model.backbone.embedding.weight.detach())
         assert kernel is not None, "a backend asked for by name runs or raises"
         self._vocabulary = model.backbone.embedding.num_embeddings
@@ -139,7 +168,7 @@ class Decoder:
         """What caches may be in, spot by spot, beside float32."""
         self._dtypes = self._fresh
         """What the last one was in."""
-        self._states = States([spot.block for spot in self._spots])
+        self._states = States([spot.block for spot in self._spots], STATES[states])
         self._chains: list[Chain] = []
         """Of every row its last one."""
         self._at: At | None = None
@@ -180,7 +209,7 @@ class Decoder:
 
     def step(self, ids_b: Tensor) -> Tensor:
         """One more token of every row."""
-        check_tensors({"ids_b": ids_b})
+        check_readable("ids_b", ids_b)
         rows = len(self._states.places)
         if not rows or tuple(ids_b.shape) != (rows,):
             raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")
@@ -197,6 +226,8 @@ class Decoder:
         last `chains` or `step`, and `accept` counts from that one's first.
         """
         rows = len(self._states.places)
+        if not self._chained:
+            raise ValueError("tokens are computed one by one where states are kept in bfloat16")
         if not rows or len(ids) != rows or (not on and not all(ids)):
             raise ValueError(
                 f"ids has tokens of {len(ids)} rows, but a cache of {rows} rows was loaded; each needs one"
@@ -529,7 +560,7 @@ def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
     """What the config says of a model's parameters and buffers; remembered, as it takes as long as many tokens."""
     config, shapes = SHAPES.get(model, (None, {}))
     if config is not model.config:
-        made = LanguageModel(model.config, device="meta")
+        made = outline(model.config)
         named = (*made.named_parameters(remove_duplicate=False), *made.named_buffers())
         shapes = {name: tuple(tensor.shape) for name, tensor in named}
         SHAPES[model] = (model.config, shapes)

@@ -22,8 +22,8 @@ ROOM = 256
 
 
 class States:
-    def __init__(self, blocks: Sequence[Block]):
-        self._blocks = blocks
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype = torch.float32):
+        self._blocks, self._dtype = blocks, dtype
         self._caches: list[Any] = []
         """Of each block, by text or by place, with tokens in order."""
         self._notes: list[Tensor | None] = []
@@ -37,7 +37,7 @@ class States:
 
     def load(self, caches: Sequence[Any]) -> None:
         """Of all rows, which are copied."""
-        self._caches = [copied(cache) for cache in caches]
+        self._caches = [self._narrowed(*both) for both in zip(self._blocks, map(copied, caches), strict=True)]
         self.places = [*range(next(len(t) for cache in self._caches for t in cache if isinstance(t, Tensor)))]
         self.texts = [*self.places]
         self._notes = [
@@ -95,16 +95,26 @@ class States:
         self._make_notes()
         return True
 
-    def of_kernels(self) -> list[dict[str, Tensor | int]]:
+    def of_kernels(self) -> list[dict[str, Tensor | int | None]]:
         """In the words of the kernels, block by block."""
-        states: list[dict[str, Tensor | int]] = []
+        states: list[dict[str, Tensor | int | None]] = []
         for q, block in enumerate(self._blocks):
             cache, first, notes = self._caches[q], self._firsts[q], self._notes[q]
             own = {called: getattr(cache, name) for name, called in step_of(block).places.items()}
+            if is_narrow(block, self._dtype):
+                step: Any = step_of(block)
+                large = step.places[step.notes[0]]
+                own |= {step.narrow: own[large], large: None}
             if first is not None:
                 own |= {"first": first, "slots": longest(cache)}
             states.append(own if notes is None else {**own, "notes": notes})
         return states
+
+    def _narrowed(self, block: Block, cache: Any) -> Any:
+        notes = step_of(block).notes
+        if notes is None or not is_narrow(block, self._dtype):
+            return cache
+        return cache._replace(**{notes[0]: getattr(cache, notes[0]).to(self._dtype)})
 
     def _keep(self, caches: Sequence[tuple[int, Any]], tokens: int) -> None:
         """The tokens of all rows, of blocks' caches as these return them, with room for more."""
@@ -159,6 +169,11 @@ class States:
         first = self._firsts[q]
         assert first is not None, "it keeps tokens"
         return first
+
+
+def is_narrow(block: Block, dtype: torch.dtype) -> bool:
+    """Whether a block's large states are in bfloat16."""
+    return dtype == torch.bfloat16 and step_of(block).narrow is not None
 
 
 def take_out(rows: list[Any], row: int) -> None:

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from mambakit.arguments import check_count, check_flag, shown
 from mambakit.blocks.caches import select
+from mambakit.blocks.shares import check_whole
 from mambakit.inference.constraints import Constraint
-from mambakit.inference.decoder import Decoder, check_one_call, make_decoder
+from mambakit.inference.decoder import Decoder, check_one_call, check_states, make_decoder
 from mambakit.inference.guesses import Ngrams
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
-from mambakit.inference.prompts import Stop, check_language_model, read_ids, read_stops
+from mambakit.inference.prompts import Stop, read_ids, read_stops
 from mambakit.inference.reading import Known, Reading, device_of
 from mambakit.inference.requests import Request, State, Stops, Tokenizer, check_state
 from mambakit.inference.rows import Group, choose
 from mambakit.inference.sampling import Sampler, row_seeds
 from mambakit.inference.speculation import Speculation, is_wanted
-from mambakit.models.language_model import LanguageModel
+from mambakit.models.language_model import LanguageModel, check_language_model
 from mambakit.ops import few_rows
 from mambakit.ops.backends import check_backend, use_backend
 
@@ -41,7 +42,7 @@ class Engine:
     depend on the others, so what a request gets does too, by rounding.
 
     `speculate` is `mk.generate`'s, without a draft: while one request is alone, several of its tokens may be computed
-    at a time. Tokens stay those of `"off"`.
+    at a time. Tokens stay those of `"off"`. `states` is `mk.generate`'s too.
 
     Examples:
         >>> block = mk.Mamba2Config(d_model=64, per_head_dim=16)
@@ -65,6 +66,7 @@ class Engine:
         prefill_rows: int = 1,
         backend: str = "auto",
         speculate: str = "off",
+        states: str = "float32",
     ):
         check_count("max_rows", max_rows, least=1)
         check_count("prefill_chunk", prefill_chunk, least=1)
@@ -73,13 +75,17 @@ class Engine:
         check_backend(backend)
         check_one_call(model, backend)
         check_prefix_cache(prefix_cache)
+        check_states(model, backend, states)
+        if states != "float32" and speculate == "ngram":
+            raise ValueError(f'states="{states}": tokens are computed one by one then; leave out speculate')
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, expected one with decode(ids)")
         if prefix_cache is not None and prefill_rows > 1:
             raise ValueError("prompts that go on from a prefix_cache are read one by one; leave out prefill_rows")
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self._chunk, self._together, self._backend = prefill_chunk, prefill_rows, backend
-        self._guesses = is_wanted(speculate, model, 1, backend)
+        self._guesses = is_wanted(speculate, model, 1, backend) and states == "float32"
+        self._states = states
         self._known = None if prefix_cache is None else Known(prefix_cache, model)
         self._new: deque[Request] = deque()
         self._line: list[Request] = []
@@ -283,7 +289,7 @@ class Engine:
         for group in self._groups:
             if len(group.requests) < group.room:
                 return group
-        decoder = make_decoder(self.model, self._backend)
+        decoder = make_decoder(self.model, self._backend, self._states)
         # In one call rows do not touch one another; step by step, that holds for so many.
         room = self.max_rows if isinstance(decoder, Decoder) else few_rows.MAX_ROWS
         speculation = Speculation(decoder, Ngrams) if self._guesses and isinstance(decoder, Decoder) else None
@@ -318,10 +324,7 @@ def check_model(model: LanguageModel) -> None:
         raise ValueError("generation is for models without latents: rows of all lengths would share their places")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the meta device, where weights have no numbers; load it onto another one")
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        raise ValueError(
-            "generate takes whole models, and parameters of this one are shares; load a whole copy, one per process"
-        )
+    check_whole("generate", model)
 
 
 def read_all_stops(stop: Any, vocab_size: int, tokenizer: Tokenizer | None) -> Stops:

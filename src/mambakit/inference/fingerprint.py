@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from mambakit.ops.shapes import is_autocast
+
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 """What compares by value and never changes."""
 PIECE = 1 << 24
@@ -32,7 +34,7 @@ def fingerprint(model: nn.Module) -> Any:
     parts += [walk.visit(hooks) for name, hooks in vars(torch_modules).items() if name.startswith("_global_")]
     parts += [[Same(part) for part in vars(kind).values() if callable(part)] for kind in walk.classes()]
     devices = sorted({tensor.device.type for tensor in walk.tensors})
-    parts += [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    parts += [torch.get_autocast_dtype(device) for device in devices if is_autocast(torch.device(device))]
     return parts, checksums(walk.tensors)
 
 

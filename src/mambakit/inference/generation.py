@@ -1,7 +1,6 @@
 """Continue prompts: a stream is a few requests that are read and decoded together, by the parts of an engine."""
 
 import inspect
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from mambakit.arguments import check_count, shown
 from mambakit.blocks.caches import concat, select
 from mambakit.inference.constraints import Constraint
-from mambakit.inference.decoder import Decoder, make_decoder
+from mambakit.inference.decoder import Decoder, check_states, make_decoder
 from mambakit.inference.engine import check_model, reading_backend
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Ids, Stop, read_prompts, read_stops
@@ -49,6 +48,10 @@ class Stream(Iterator[Tensor]):
     `speculate="ngram"` computes several tokens at a time where the text repeats itself, for one prompt; `"auto"` does
     so where it applies. `draft`, a smaller model of the same tokens, guesses what comes next itself. Tokens stay those
     of `"off"`.
+
+    `states="bfloat16"` keeps the states of Mamba-2 in half the memory between tokens, which is most of what many rows
+    read and write; a model that is not decoded in one call, or has other states, raises `ValueError`. See
+    docs/generation.md for how far they drift. It is not combined with guessing ahead.
 
     Gradients are not recorded, but caches are ordinary tensors that later calls may go on from with gradients.
 
@@ -88,12 +91,16 @@ class Stream(Iterator[Tensor]):
         tokenizer: Any = None,
         speculate: str = "off",
         draft: LanguageModel | None = None,
+        states: str = "float32",
     ):
         check_count("max_new_tokens", max_new_tokens, least=0, optional=True)
         check_count("prefill_chunk", prefill_chunk, least=1)
         check_model(model)
         check_backend(backend)
         check_prefix_cache(prefix_cache)
+        check_states(model, backend, states)
+        if states != "float32" and (speculate != "off" or draft is not None):
+            raise ValueError(f'states="{states}": tokens are computed one by one then; leave out speculate and draft')
         if type(pad_id) is not int or abs(pad_id) >= 2**63:
             raise ValueError(f"pad_id is {shown(pad_id)}, expected a token id")
         if cache is not None and prefix_cache is not None:
@@ -101,7 +108,7 @@ class Stream(Iterator[Tensor]):
         sampler = Sampler(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
         )
-        self._model, self._backend, self._pad_id = model, backend, pad_id
+        self._model, self._backend, self._states, self._pad_id = model, backend, states, pad_id
         vocabulary, self._max_new_tokens = model.config.vocab_size, max_new_tokens
         prompts, endings = read_prompts(ids, mask_bs, vocabulary), read_stops(stop, vocabulary)
         if max_new_tokens is None and not endings and constraint is None:
@@ -130,9 +137,8 @@ class Stream(Iterator[Tensor]):
         self._source = make_source(speculate, draft, model, prompts, backend)
         self._speculation: Speculation | None = None
         self._group: Group | None = None
-        begun = time.perf_counter()
         # "auto" makes one when the first token is taken in.
-        self._decoder = make_decoder(model, backend) if backend == "cpu" else None
+        self._decoder = make_decoder(model, backend, states) if backend == "cpu" else None
         with torch.no_grad(), use_backend(reading_backend(backend)):
             if prefix_cache is None:
                 x_bd, self._prompt_cache = Reading(model, self._requests, prefill_chunk, cache=cache).finish()
@@ -142,7 +148,6 @@ class Stream(Iterator[Tensor]):
                 ends = [Reading(model, [one], prefill_chunk, known=known).finish() for one in self._requests]
                 x_bd, self._prompt_cache = torch.cat([x_1d for x_1d, _ in ends]), concat([cache for _, cache in ends])
             self._logits_aw = model.logits(x_bd)
-        self._prefill_seconds = time.perf_counter() - begun
 
     @property
     def tokens(self) -> Tensor:
@@ -200,9 +205,9 @@ class Stream(Iterator[Tensor]):
         self._logits_aw, self._is_behind = group.logits_bw, False
 
     def _make_group(self) -> Group:
-        decoder, source = self._decoder or make_decoder(self._model, self._backend), self._source
+        decoder, source = self._decoder or make_decoder(self._model, self._backend, self._states), self._source
         if source is not None and isinstance(decoder, Decoder):
-            self._speculation = Speculation(decoder, lambda ids: source, seconds=self._prefill_seconds)
+            self._speculation = Speculation(decoder, lambda ids: source)
         group = Group(decoder, device_of(self._model), speculation=self._speculation)
         group.load(self._requests, self._prompt_cache)
         self._prompt_cache = self._decoder = None

@@ -99,14 +99,14 @@ class Ngrams:
     def hopes(self, most: int) -> list[float]:
         if not self._length:
             return []
-        known, hopes = self._rates[0], []
-        for length in range(SHORTEST, self._length + most):
-            rate = self._rates[min(length, LONGEST)]
-            # One that has not been seen yet is taken to be as good as the next shorter one.
+        # One that has not been seen yet is taken to be as good as the next shorter one.
+        shorter = range(self._length, SHORTEST - 1, -1)
+        known = next((self._rates[n] for n in shorter if self._rates[n].count), self._rates[0])
+        hopes = [known.value]
+        for rate in self._rates[self._length + 1 : self._length + most]:
             known = rate if rate.count else known
-            if length >= self._length:
-                hopes.append(known.value)
-        return hopes
+            hopes.append(known.value)
+        return hopes + [known.value] * (most - len(hopes))
 
     def guess(self, count: int) -> list[int]:
         """What followed, again and again if it is short."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mambakit.arguments import shown
-from mambakit.ops.shapes import check_readable
+from mambakit.ops.shapes import INTEGERS, check_boolean, check_readable
 
 Ids = Tensor | Sequence[int] | Sequence[Tensor | Sequence[int]]
 """Token ids of one prompt, or of a batch of them."""
@@ -42,8 +42,7 @@ def without_padding(ids_bs: Ids, mask_bs: Tensor) -> list[Tensor]:
     if not isinstance(ids_bs, Tensor) or ids_bs.dim() != 2 or mask_bs.shape != ids_bs.shape:
         given = f"of shape {tuple(ids_bs.shape)}" if isinstance(ids_bs, Tensor) else "in a list"
         raise ValueError(f"mask_bs of shape {tuple(mask_bs.shape)} needs ids of the same two axes, got ids {given}")
-    if mask_bs.is_floating_point() or mask_bs.is_complex():
-        raise ValueError(f"mask_bs has to be boolean, got {mask_bs.dtype}")
+    check_boolean("mask_bs", mask_bs)
     return [row_s[mask_s.to(row_s.device)] for row_s, mask_s in zip(ids_bs, mask_bs.bool(), strict=True)]
 
 
@@ -56,12 +55,6 @@ def read_stops(stop: Stop | None, vocab_size: int) -> list[list[int]]:
     return [read_ids(f"stop {place}", entry, vocab_size).tolist() for place, entry in enumerate(sequences)]
 
 
-def check_language_model(model: Any) -> None:
-    """That it has the parts of a `LanguageModel`, which others may have too."""
-    if not all(hasattr(model, name) for name in ("backbone", "embed", "logits", "config")):
-        raise ValueError(f"model is a {type(model).__name__}, expected a LanguageModel")
-
-
 def read_ids(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> Tensor:
     if isinstance(ids, Tensor):
         check_readable(name, ids)
@@ -71,7 +64,7 @@ def read_ids(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> Tensor:
         raise ValueError(f"{name} is {shown(ids)}, expected integer token ids: {error}") from error
     if ids_s.dim() != 1 or len(ids_s) == 0:
         raise ValueError(f"{name} has shape {tuple(ids_s.shape)}, expected a sequence of at least one token id")
-    if ids_s.is_floating_point() or ids_s.is_complex() or ids_s.dtype == torch.bool:
+    if ids_s.dtype not in INTEGERS:
         raise ValueError(f"{name} is of {ids_s.dtype}, expected integer token ids")
     low, high = int(ids_s.min()), int(ids_s.max())
     if low < 0 or high >= vocab_size:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.sampling import Sampler
-from mambakit.ops.shapes import check_dense
+from mambakit.ops.shapes import FLOATS, check_dense
 
 
 class Tokenizer(Protocol):
@@ -48,7 +48,7 @@ def check_state(state: Any, d_model: int) -> None:
     for part in tree_leaves((state.x_1d, state.cache)):
         check_dense("a tensor of the state", part)
     x_1d = state.x_1d
-    if not isinstance(x_1d, Tensor) or tuple(x_1d.shape) != (1, d_model) or not x_1d.is_floating_point():
+    if not isinstance(x_1d, Tensor) or tuple(x_1d.shape) != (1, d_model) or x_1d.dtype not in FLOATS:
         given = f"{x_1d.dtype} of shape {tuple(x_1d.shape)}" if isinstance(x_1d, Tensor) else type(x_1d).__name__
         raise ValueError(f"state.x_1d is {given}, expected a floating-point tensor of shape (1, {d_model})")
 
@@ -125,6 +125,8 @@ class Request:
         self.is_cancelled = False
         self._finished = threading.Event()
         self._seen_w: Tensor | None = None
+        self._seen_count = 0
+        """New tokens that are in it."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -164,12 +166,13 @@ class Request:
         return "length" if len(self.tokens) == self.max_new_tokens else None
 
     def seen(self, vocab_size: int) -> Tensor:
-        """For the engine, at every token or at none: which tokens the prompt and the text hold."""
+        """For the engine: which tokens the prompt and the text hold."""
         if self._seen_w is None:
             self._seen_w = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen_w[torch.tensor([*self.ids, *self.tokens])] = True
-        elif self.tokens:
-            self._seen_w[self.tokens[-1]] = True
+            self._seen_w[torch.tensor(self.ids)] = True
+        for token in self.tokens[self._seen_count :]:
+            self._seen_w[token] = True
+        self._seen_count = len(self.tokens)
         return self._seen_w
 
     def finish(self, reason: str, error: Exception | None = None) -> None:

@@ -68,14 +68,19 @@ def choose(requests: Sequence[Request], logits_bw: Tensor) -> list[str | None]:
 
     One that cannot go on fails alone: it is done then, with its error.
     """
-    may_bw = constrained(logits_bw, [request.constraint for request in requests])
+    reasons: list[str | None] = [None] * len(requests)
     rules: dict[Sampler, list[int]] = {}
     for row, request in enumerate(requests):
-        rules.setdefault(request.sampler, []).append(row)
-    reasons: list[str | None] = [None] * len(requests)
+        if request.constraint is not None and request.constraint.only is not None:
+            # Nothing is left to choose.
+            reasons[row] = give(request, request.constraint.only, logits_bw, row)
+        else:
+            rules.setdefault(request.sampler, []).append(row)
     for sampler, rows in rules.items():
-        own_bw = may_bw if len(rules) == 1 else may_bw[rows]
-        for row, token in zip(rows, sample(sampler, [requests[row] for row in rows], own_bw), strict=True):
+        own_bw = logits_bw if len(rows) == len(requests) else logits_bw[rows]
+        chosen = [requests[row] for row in rows]
+        may_bw = constrained(own_bw, [request.constraint for request in chosen])
+        for row, token in zip(rows, sample(sampler, chosen, may_bw), strict=True):
             if token is not None:
                 reasons[row] = give(requests[row], token, logits_bw, row)
     return reasons

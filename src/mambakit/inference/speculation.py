@@ -22,22 +22,35 @@ from mambakit.ops.decode import DECODE
 KINDS = ("off", "auto", "ngram")
 LENGTHS = (2, 4, 8, 12, 16)
 """Tokens in a call, the one that is sure among them. Products take them four at a time."""
-MOST_LOST = 0.04
-"""Of a generation's time, what guesses may have cost."""
+MOST_LOST, ALLOWED = 0.02, 4
+"""What guesses may have cost: of the time since the first one, and so many steps to begin with."""
 TOKEN_TAKES = 0.25
 """Until calls are measured: what each more token is taken to add to one, in steps."""
-FORGOTTEN = 64
+COUNTS = 0
+"""The place of what counting takes among the times of calls."""
+COUNTS_TAKES = 0.1
+"""Until it is measured: what a token that counts adds to the next call, in steps."""
+WORTH = 1.1
+"""Times as many tokens per second as steps give: what a guess has to promise."""
+SAVED = 8
+"""Steps: what guesses have gained and may lose again."""
+LEAST_CHANCE = 0.03
+"""Guesses that are less likely to be reached are not thought about."""
+FORGOTTEN = 256
 """Calls after which a time is no longer known."""
 RECENT = 5
 """Calls of a length by whose median it is known."""
 SELDOM = 32
-"""Steps between guesses that are made only to learn from."""
+"""Steps after the first guess that is made only to learn from, and so many more after each other one."""
 FIRST_STEPS = 3
 """Steps before the first guess: the very first takes longer than others."""
 
 
 class Times:
-    """How long calls of each length took lately, in seconds."""
+    """How long calls took lately, in seconds: by the number of tokens, and for each token before them that counts.
+
+    Tokens of a chain that count are written into large states by the call after it.
+    """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
@@ -46,23 +59,34 @@ class Times:
         """The last call of each length, as a number of calls."""
         self._calls = 0
 
-    def add(self, length: int, seconds: float) -> float:
-        """Take note of a call; what it took, without what something else did in between."""
-        known = min(seconds, 2 * self.of(length)) if 1 in self._medians else seconds
+    def add(self, length: int, seconds: float, counted: int = 0) -> float:
+        """Take note of a call after `counted` guessed tokens; what it took, without what was done in between."""
+        known = min(seconds, 2 * (self.of(length) + counted * self.counts)) if 1 in self._medians else seconds
         self._calls += 1
-        self._when[length] = self._calls
-        recent = self._recent.setdefault(length, deque(maxlen=RECENT))
-        recent.append(seconds)
-        self._medians[length] = sorted(recent)[len(recent) // 2]
+        if not counted:
+            self._put(length, seconds)
+        elif length == 1:
+            self._put(COUNTS, max(0.0, seconds - self.of(1)) / counted)
+        else:
+            self._put(length, seconds - counted * self.counts)
         return known
 
     def of(self, length: int) -> float:
         """Of lengths without a call lately, what shorter ones make of it; never less than a step."""
-        step, shorter = self._medians.get(1, 0.0), [n for n in LENGTHS if n <= length and self._knows(n)]
-        if length == 1 or not shorter:
+        step = self._medians.get(1, 0.0)
+        if length == 1:
+            return step
+        shorter = next((n for n in reversed(LENGTHS) if n <= length and self._knows(n)), None)
+        if shorter is None:
             return step * (1 + TOKEN_TAKES * (length - 1))
-        takes = max(step, self._medians[shorter[-1]])
-        return takes + (takes - step) / (shorter[-1] - 1) * (length - shorter[-1])
+        takes = max(step, self._medians[shorter])
+        return takes + (takes - step) / (shorter - 1) * (length - shorter)
+
+    @property
+    def counts(self) -> float:
+        """What a guessed token that counts adds to the call after it."""
+        known = self._medians.get(COUNTS)
+        return COUNTS_TAKES * self.of(1) if known is None else known
 
     def may_try(self, length: int) -> bool:
         """Lengths are tried one after the other, as nobody knows what they take."""
@@ -73,6 +97,12 @@ class Times:
     def has_step(self) -> bool:
         return len(self._recent.get(1, ())) >= FIRST_STEPS and self._knows(1)
 
+    def _put(self, kind: int, seconds: float) -> None:
+        recent = self._recent.setdefault(kind, deque(maxlen=RECENT))
+        recent.append(seconds)
+        self._medians[kind] = sorted(recent)[len(recent) // 2]
+        self._when[kind] = self._calls
+
     def _knows(self, length: int) -> bool:
         return length in self._when and self._calls - self._when[length] <= FORGOTTEN
 
@@ -80,8 +110,7 @@ class Times:
 class Speculation:
     """The only row of a decoder, with logits of guessed tokens computed ahead of time, where that pays.
 
-    What guesses is made by `read(ids)` for each prompt; `seconds` is what reading that took the model. Others may use
-    the decoder in between.
+    What guesses is made by `read(ids)` for each prompt. Others may use the decoder in between.
     """
 
     def __init__(
@@ -89,11 +118,12 @@ class Speculation:
         decoder: Decoder,
         read: Callable[[list[int]], Source],
         *,
-        seconds: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._decoder, self._read_prompt, self._seconds, self._clock = decoder, read, seconds, clock
+        self._decoder, self._read_prompt, self._clock = decoder, read, clock
         self._times = Times()
+        self._spent = self._lost = 0.0
+        """Seconds: in all, and of those lost by guessing."""
         self._ids: list[int] | None = None
         """The prompt, by which a text is known."""
         self._told = 0
@@ -108,25 +138,26 @@ class Speculation:
         for token in news:
             self._source.add(token)
         self._told = len(tokens)
+        counted = 0
         if len(news) == 1 and self._guess and self._guess[0] == news[0]:
             logits_1w, length = self._accept(), 0
         else:
+            counted = self._counted - 1
             self._forget()
             length = self._choose_length()
             self._guess = self._source.guess(length - 1) if length > 1 else []
+            begun += self._make_room() if self._guess else 0.0
             logits_1w = self._read(tokens[-1])
         self._steps = 0 if self._guess else self._steps + 1
-        self._count(self._clock() - begun, length)
+        self._count(self._clock() - begun, length, counted)
         return logits_1w
 
     def _begin(self, ids: list[int]) -> None:
-        """With another text, of which nothing is lost yet."""
+        """With another text."""
         self._ids, self._source, self._told = ids, self._read_prompt(ids), 0
-        self._spent, self._lost = self._seconds, 0.0
-        """Seconds: in all, and of those lost by guessing."""
-        self._steps = 0
-        """Since there was a guess."""
-        self._decoder.expect(LENGTHS[-1])
+        self._steps = self._patience = 0
+        """Since there was a guess, and before one is thought about by who learns from guesses alone."""
+        self._has_room = False
         self._forget()
 
     def _forget(self) -> None:
@@ -136,6 +167,16 @@ class Speculation:
         """Logits after each of its tokens."""
         self._counted = 1
         """Tokens of the last call that were chosen."""
+
+    def _make_room(self) -> float:
+        """For chains, once; the seconds that this took, which no call of its length takes again."""
+        if self._has_room:
+            return 0.0
+        begun, self._has_room = self._clock(), True
+        self._decoder.expect(LENGTHS[-1])
+        took = self._clock() - begun
+        self._spent, self._lost = self._spent + took, self._lost + took
+        return took
 
     def _accept(self) -> Tensor:
         self._counted += 1
@@ -154,31 +195,42 @@ class Speculation:
 
     def _choose_length(self) -> int:
         """Of the next call: that from which most tokens per second are hoped for."""
-        hopes = self._source.hopes(LENGTHS[-1] - 1) if self._times.has_step else []
+        times, learns = self._times, self._source.learns
+        if not times.has_step or (not learns and 0 < self._steps < self._patience):
+            return 1
+        hopes = self._source.hopes(LENGTHS[-1] - 1)
         if not hopes:
             return 1
-        step = self._times.of(1)
-        best, per_second, tokens, chance = 1, 1 / step, 1.0, 1.0
+        step, counts = times.of(1), times.counts
+        best, per_second, tokens, chance = 1, WORTH / step, 1.0, 1.0
         for number, hope in enumerate(hopes, 2):
             chance *= hope
+            if chance < LEAST_CHANCE:
+                break
             tokens += chance
-            if number in LENGTHS and tokens / self._times.of(number) > per_second and self._times.may_try(number):
-                best, per_second = number, tokens / self._times.of(number)
-        may_lose = MOST_LOST
-        if best == 1 and not self._source.learns and self._steps >= SELDOM:
-            # Trying is how it learns, and half of what may be lost is for that.
-            best, may_lose = LENGTHS[0], MOST_LOST / 2
-        may = self._lost + self._times.of(best) - step <= may_lose * self._spent
-        return best if may else 1
+            if number in LENGTHS and times.may_try(number) and self._may_lose(times.of(number) - step):
+                hoped = tokens / (times.of(number) + counts * (tokens - 1))
+                if hoped > per_second:
+                    best, per_second = number, hoped
+        # Trying is how some learn, and half of what may be lost is for that.
+        tries = best == 1 and not learns and self._steps >= self._patience
+        if tries and self._may_lose(2 * (times.of(LENGTHS[0]) - step)):
+            best, self._patience = LENGTHS[0], self._patience + SELDOM
+        return best
 
-    def _count(self, seconds: float, length: int) -> None:
-        step = self._times.of(1)
+    def _may_lose(self, seconds: float) -> bool:
+        return self._lost + seconds <= ALLOWED * self._times.of(1) + MOST_LOST * self._spent
+
+    def _count(self, seconds: float, length: int, counted: int) -> None:
+        times, step = self._times, self._times.of(1)
         if length:
-            seconds = self._times.add(length, seconds)
+            seconds = times.add(length, seconds, counted) - counted * times.counts
+        else:
+            seconds += times.counts
         self._spent += seconds
         if length != 1:
-            # Gains are not saved up: a text that was easy to guess says little about the next part of it.
-            self._lost = max(0.0, self._lost + seconds - step)
+            # Few gains are saved up: a text that was easy to guess says little about the next part of it.
+            self._lost = max(-SAVED * step, self._lost + seconds - step)
 
 
 def make_source(

@@ -5,8 +5,7 @@ from typing import Any
 
 from mambakit.arguments import check_kind, encoded
 from mambakit.inference.generation import Stream
-from mambakit.inference.prompts import check_language_model
-from mambakit.models.language_model import LanguageModel
+from mambakit.models.language_model import LanguageModel, check_language_model
 from mambakit.text.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 256

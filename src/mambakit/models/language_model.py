@@ -119,7 +119,7 @@ class LanguageModel(Pretrained):
 
     def embed(self, ids: Tensor) -> Tensor:
         embedding = self.backbone.embedding
-        if ids.is_meta or type(ids) is not Tensor:
+        if ids.is_meta or embedding.weight.is_meta or type(ids) is not Tensor:
             # Of ids on the meta device torch would return what happens to be in memory.
             check_beside("embedding", embedding.weight, "ids_bs", ids)
         try:
@@ -156,3 +156,9 @@ def wrong_ids(ids: Tensor, vocab_size: int) -> str | None:
     if low < 0 or high >= vocab_size:
         return f"the ids go from {low} to {high}, but the vocabulary is 0 to {vocab_size - 1}"
     return None
+
+
+def check_language_model(model: Any) -> None:
+    """That it has the parts of a `LanguageModel`, which others may have too."""
+    if not all(hasattr(model, name) for name in ("backbone", "embed", "logits", "config")):
+        raise ValueError(f"model is a {type(model).__name__}, expected a LanguageModel")

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from mambakit.arguments import check_kind, shown
 from mambakit.blocks.modules import Linear
+from mambakit.blocks.shares import check_whole
+from mambakit.models.language_model import check_language_model
 from mambakit.models.quantized_linear import (
     Bfloat16Linear,
     Int4Linear,
@@ -19,7 +21,7 @@ from mambakit.models.quantized_linear import (
     QuantizedLinear,
 )
 from mambakit.ops import few_rows
-from mambakit.ops.shapes import check_readable
+from mambakit.ops.shapes import check_numbers, check_readable
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -70,7 +72,10 @@ def quantize(
     if activations is not None and (type(activations) is not str or activations not in ("float32", NARROW[bits])):
         given = shown(activations)
         raise ValueError(f"activations is {given}, expected 'float32' or {NARROW[bits]!r} for {bits} bits")
+    check_whole("quantize", model)
     found = matrices_of(model)
+    for name, matrix in found.items():
+        check_readable(f"{name}.weight", matrix.weight)
     broken = [name for name, matrix in found.items() if not matrix.weight.isfinite().all()]
     if broken:
         raise ValueError(f"weights with a NaN or an infinity: {', '.join(broken)}")
@@ -185,8 +190,10 @@ def quantization_report(model: nn.Module, quantized: nn.Module, ids_bs: Tensor) 
 
 def bits_per_token(model: nn.Module, ids_bs: Tensor) -> float:
     """The mean of -log2 of the probability of every token but the first, given those before it."""
-    check_kind("model", model, nn.Module, "a model")
+    check_language_model(model)
     check_readable("ids_bs", ids_bs)
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        check_numbers(name, weight)
     if ids_bs.dim() != 2 or ids_bs.shape[1] < 2:
         raise ValueError(f"ids_bs has shape {tuple(ids_bs.shape)}, expected [batch, s] with s of at least 2")
     with torch.no_grad():

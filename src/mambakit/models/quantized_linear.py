@@ -2,7 +2,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ LEVELS = tuple(round(127 * value) for value in NF4)
 """The values of NF4 as integers."""
 SMALLEST = 1e-36
 """The largest number of a row below this is no number to divide by."""
+Empty = tuple[tuple[int, ...], torch.dtype]
+"""What a tensor without memory is like."""
 
 
 def int4_values(device: torch.device) -> Tensor:
@@ -81,6 +83,12 @@ class QuantizedLinear(nn.Module, ABC):
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
         # Empty: it follows the model's dtype, as the weight did, where `scales` have one of their own.
         self.register_buffer("like", linear.weight.detach().new_empty(0), persistent=False)
+
+    def hold(self, weight: Tensor, encode: Callable[[Tensor], tuple[Tensor, ...]], *empty: Empty) -> None:
+        """Keep what `encode` makes of a weight as `tensors`; of one without memory, `empty` ones."""
+        made = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in empty]
+        for name, tensor in zip(self.tensors, made if weight.is_meta else encode(weight.detach()), strict=True):
+            self.register_buffer(name, tensor)
 
     @abstractmethod
     def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -139,7 +147,11 @@ class Bfloat16Linear(QuantizedLinear):
 
     def __init__(self, linear: nn.Linear, activations: str = "float32"):
         super().__init__(linear, activations)
-        self.register_buffer("weight_bfloat16", linear.weight.detach().to(torch.bfloat16, copy=True).contiguous())
+        self.hold(
+            linear.weight,
+            lambda weight: (weight.to(torch.bfloat16, copy=True).contiguous(),),
+            ((self.out_features, self.in_features), torch.bfloat16),
+        )
 
     def stored(self) -> few_rows.Weights:
         format = few_rows.BFLOAT16 if self.activations == "float32" else few_rows.BFLOAT16_NARROW
@@ -158,13 +170,8 @@ class Int8Linear(QuantizedLinear):
 
     def __init__(self, linear: nn.Linear, activations: str = "float32"):
         super().__init__(linear, activations)
-        parts = [
-            ((block / nonzero(scales)[:, None]).round().to(torch.int8), scales)
-            for block, scales in scaled_blocks(linear.weight.detach())
-        ]
-        weight_int8, scales = map(torch.cat, zip(*parts, strict=True))
-        self.register_buffer("weight_int8", weight_int8)
-        self.register_buffer("scales", scales)
+        shape = self.out_features, self.in_features
+        self.hold(linear.weight, int8_of, (shape, torch.int8), (shape[:1], torch.float32))
 
     def stored(self) -> few_rows.Weights:
         format = few_rows.INT8 if self.activations == "float32" else few_rows.INT8_NARROW
@@ -192,15 +199,18 @@ class Int4Linear(QuantizedLinear):
     def __init__(self, linear: nn.Linear, group_size: int, activations: str = "float32"):
         super().__init__(linear, activations)
         self.group_size = group_size
+        groups = -(-self.in_features // group_size)
+        codes = ((self.out_features, groups * (group_size // 2)), torch.uint8)
+        self.hold(linear.weight, self.encoded, codes, ((self.out_features, groups), torch.bfloat16))
+
+    def encoded(self, weight: Tensor) -> tuple[Tensor, ...]:
         parts = []
-        for rows in linear.weight.detach().split(ROWS):
-            block = F.pad(rows.float(), (0, -self.in_features % group_size))
-            scales, codes = encoded(block.unflatten(1, (-1, group_size)))
+        for rows in weight.split(ROWS):
+            block = F.pad(rows.float(), (0, -self.in_features % self.group_size))
+            scales, codes = encoded(block.unflatten(1, (-1, self.group_size)))
             low, high = codes.chunk(2, -1)
             parts.append(((low | high << 4).flatten(1), scales))
-        weight_int4, scales = map(torch.cat, zip(*parts, strict=True))
-        self.register_buffer("weight_int4", weight_int4)
-        self.register_buffer("scales", scales)
+        return joined(parts)
 
     def stored(self) -> few_rows.Weights:
         return few_rows.Weights(
@@ -248,13 +258,8 @@ class IntegerInt4Linear(QuantizedLinear):
 
     def __init__(self, linear: nn.Linear, activations: str = "int8"):
         super().__init__(linear, activations)
-        parts = [
-            (encoded_integers(F.pad(block / nonzero(scales)[:, None], (0, -self.in_features % 64))), scales)
-            for block, scales in scaled_blocks(linear.weight.detach())
-        ]
-        weight_int4, scales = map(torch.cat, zip(*parts, strict=True))
-        self.register_buffer("weight_int4", weight_int4)
-        self.register_buffer("scales", scales)
+        codes = ((self.out_features, -(-self.in_features // 64) * 34), torch.uint8)
+        self.hold(linear.weight, int4_of, codes, ((self.out_features,), torch.float32))
 
     def stored(self) -> few_rows.Weights:
         return few_rows.Weights(
@@ -286,6 +291,27 @@ def scaled_blocks(weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for rows in weight.split(ROWS):
         block = rows.float()
         yield block, block.abs().amax(1) / 127
+
+
+def int8_of(weight: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of `Int8Linear`."""
+    return joined(
+        ((block / nonzero(scales)[:, None]).round().to(torch.int8), scales) for block, scales in scaled_blocks(weight)
+    )
+
+
+def int4_of(weight: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of `IntegerInt4Linear`."""
+    filling = -weight.shape[1] % 64
+    return joined(
+        (encoded_integers(F.pad(block / nonzero(scales)[:, None], (0, filling))), scales)
+        for block, scales in scaled_blocks(weight)
+    )
+
+
+def joined(parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Tensors of some rows at a time as those of all."""
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def encoded_integers(weight: Tensor) -> Tensor:

@@ -147,6 +147,21 @@ class Gather(torch.autograd.Function):
         return d_all[dist.get_rank(ctx.group)], None
 
 
+def next_labels(edge: Boundary, labels_bs: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """For each token of this rank's share the label of the next one, the following ranks' first among them.
+
+    And how many labels there are on all ranks, those that are `ignored` left out.
+    """
+    b, s = labels_bs.shape
+    first_b = F.pad(labels_bs, (0, 1), value=ignored)[:, 0]
+    told_jX = all_gather(torch.cat([first_b, first_b.new_tensor([s])]), edge.group)
+    # Of a rank without tokens the next one's.
+    following = [told_X[:b] for told_X in told_jX[edge.rank + 1 :] if int(told_X[b])]
+    after_b = following[0] if following else torch.full_like(first_b, ignored)
+    next_bs = torch.cat([labels_bs[:, 1:], after_b[:, None]], 1) if s else labels_bs
+    return next_bs, all_gather((next_bs != ignored).sum()[None], edge.group).sum()
+
+
 def pick(flag_b: Tensor, chosen: Carried, others: Carried) -> Carried:
     """The chosen ones in the rows with the flag."""
     return tuple(

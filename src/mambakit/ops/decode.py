@@ -54,11 +54,11 @@ class Model(NamedTuple):
 class Decoding(Protocol):
     """A packed model. Parameters are read where they lie."""
 
-    def load(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+    def load(self, states: Sequence[Mapping[str, Tensor | int | None]]) -> None:
         """Go on from these states, those of each part by name; steps change them in place."""
         ...
 
-    def move(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+    def move(self, states: Sequence[Mapping[str, Tensor | int | None]]) -> None:
         """The states lie here from now on."""
         ...
 

@@ -88,8 +88,8 @@ def take_step(
     fresh_state: Tensor | None = None,
 ) -> list[Tensor] | None:
     """`operation` on what enters a step and, by name, what else it reads; None where no kernel takes it."""
-    fields = {**fields, "reset": reset_b, "fresh_state": None if reset_b is None else fresh_state}
-    inputs = [*entering, *(fields[name] for name in operation.names[len(entering) :])]
+    rows = {"reset": reset_b, "fresh_state": None if reset_b is None else fresh_state}
+    inputs = [*entering, *[rows[name] if name in rows else fields[name] for name in operation.names[len(entering) :]]]
     for tensor in inputs[: operation.tensors]:
         if tensor is not None and tensor is not reset_b and tensor.dtype != torch.float32:
             return None

@@ -9,7 +9,7 @@ from torch import Tensor
 from mambakit.ops import few_rows
 from mambakit.ops.backends import TORCH
 from mambakit.ops.operation import TorchOperation
-from mambakit.ops.shapes import bind
+from mambakit.ops.shapes import bind, has_numbers, is_autocast
 
 GROUPED_PRODUCT = TorchOperation(
     "grouped_product",
@@ -26,11 +26,10 @@ def grouped_product(x_ni: Tensor, weight_eoi: Tensor, counts_e: Tensor) -> Tenso
 
     Matrices without rows are not read. The operator hides from compilers and exporters that sizes depend on data.
     """
-    device = x_ni.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if is_autocast(x_ni.device):
+        dtype = torch.get_autocast_dtype(x_ni.device.type)
         x_ni, weight_eoi = x_ni.to(dtype), weight_eoi.to(dtype)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or not has_numbers(counts_e):
         return GROUPED_PRODUCT.run_plainly(x_ni, weight_eoi, counts_e)[0]
     return multiply(x_ni, weight_eoi, counts_e)
 

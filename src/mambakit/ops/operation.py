@@ -33,6 +33,8 @@ class Kernel:
     own_why_not: WhyNot | None
     casts: bool
     """Its floating-point inputs are float32, whatever the call's are."""
+    narrow: tuple[int, ...]
+    """But for these: where all of them are bfloat16, they stay so."""
 
     def why_not(self, tensors: Sequence[Tensor | None]) -> str | None:
         reason = self.backend.why_not(tensors)
@@ -44,6 +46,13 @@ class Kernel:
             return self.own_why_not(*tensors)
         return reason
 
+    def dtypes(self, inputs: Sequence[Any]) -> list[torch.dtype]:
+        """What a kernel that casts reads the floating-point inputs of a call in."""
+        assert isinstance(self.operation, TorchOperation)
+        given = [inputs[i].dtype for i in self.narrow if inputs[i] is not None]
+        data = torch.bfloat16 if given and all(dtype == torch.bfloat16 for dtype in given) else torch.float32
+        return [data if i in self.narrow else torch.float32 for i in range(self.operation.floats)]
+
     def __call__(self, *inputs: Any) -> Any:
         """By way of the torch operator where somebody has to look on: autograd, a compiler, a tensor's subclass.
 
@@ -53,7 +62,10 @@ class Kernel:
         if not isinstance(operation, TorchOperation):
             return self.forward(*inputs)
         if self.casts:
-            floats = (t if t is None or t.dtype == torch.float32 else t.float() for t in inputs[: operation.floats])
+            wanted = self.dtypes(inputs)
+            floats = (
+                t if t is None or t.dtype == dtype else t.to(dtype) for t, dtype in zip(inputs, wanted, strict=False)
+            )
             inputs = (*floats, *inputs[operation.floats :])
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return operation.operator(*inputs, self.backend.name)
@@ -90,9 +102,10 @@ class Operation:
         backward: Callable[..., Sequence[Tensor | None]] | None = None,
         why_not: WhyNot | None = None,
         casts: bool = False,
+        narrow: tuple[int, ...] = (),
     ) -> Kernel:
         """Register a kernel; a backend has one per operation."""
-        kernel = Kernel(self, backend, forward, backward, why_not, casts)
+        kernel = Kernel(self, backend, forward, backward, why_not, casts, narrow)
         if self.kernels.setdefault(backend.name, kernel) is not kernel:
             raise ValueError(f"backend {backend.name!r} already has a kernel for {self.name}")
         return kernel
@@ -175,6 +188,7 @@ class TorchOperation(Operation):
         arguments = inputs.split(", ")
         self.names = [argument.split()[-1] for argument in arguments]
         self.tensors = sum(argument.startswith("Tensor") for argument in arguments)
+        self.required = [i for i, argument in enumerate(arguments) if argument.startswith("Tensor ")]
         LIBRARY.define(f"{name}({inputs}, str backend) -> Tensor[]")
         LIBRARY.impl(name, self._forward, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mambakit::{name}", self._fake, lib=LIBRARY)
@@ -201,19 +215,31 @@ class TorchOperation(Operation):
             raise ValueError(f'backend "{backend}" cannot run {self.name}: {reason}')
         return kernel
 
+    def _expected(self, inputs: Sequence[Any]) -> Outputs:
+        """`outputs` of what anybody may have given; torch takes None for any tensor."""
+        for i in self.required:
+            if inputs[i] is None:
+                raise ValueError(f"{self.names[i]} of {self.name} has to be a tensor, got None")
+        try:
+            return self.outputs(*inputs)
+        except (ValueError, IndexError) as error:
+            shapes = ", ".join(f"{self.names[i]} {tuple(inputs[i].shape)}" for i in self.required)
+            raise ValueError(f"{self.name} needs other axes than these: {shapes}") from error
+
     def _check(self, kernel: Kernel, inputs: Sequence[Any], grads: Sequence[Tensor] = ()) -> None:
         """Anybody may call an operator, and kernels trust what they get; torch's operators see for themselves."""
+        expected = self._expected(inputs)
         if kernel.backend is TORCH:
             return
         reason = kernel.backend.why_unreadable((*inputs[: self.tensors], *grads))
         if reason is not None:
             raise ValueError(f'backend "{kernel.backend.name}" cannot run {self.name}: {reason}')
-        wanted = (torch.float32,) if kernel.casts else kernel.backend.dtypes
-        for name, tensor in zip(self.names, inputs[: self.floats], strict=False):
+        each = [(dtype,) for dtype in kernel.dtypes(inputs)] if kernel.casts else [kernel.backend.dtypes] * self.floats
+        for name, tensor, wanted in zip(self.names, inputs, each, strict=False):
             if tensor is not None and tensor.dtype not in wanted:
                 raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, wanted))}")
         self.check(*inputs)
-        for i, (grad, (like, shape)) in enumerate(zip(grads, self.outputs(*inputs), strict=False)):
+        for i, (grad, (like, shape)) in enumerate(zip(grads, expected, strict=False)):
             if tuple(grad.shape) != tuple(shape) or grad.dtype != like.dtype:
                 given = f"is {tuple(grad.shape)} and {grad.dtype}, expected {tuple(shape)} and {like.dtype}"
                 raise ValueError(f"grads[{i}] of {self.name} {given}")
@@ -225,24 +251,27 @@ class TorchOperation(Operation):
         return kernel.forward(*inputs)
 
     def _fake(self, *inputs_and_backend: Any) -> list[Tensor]:
-        return [like.new_empty(shape) for like, shape in self.outputs(*inputs_and_backend[:-1])]
+        return [like.new_empty(shape) for like, shape in self._expected(inputs_and_backend[:-1])]
 
     def _backward(self, grads: list[Tensor | None], *inputs_and_options: Any) -> list[Tensor]:
         *inputs, needs, backend = inputs_and_options
         kernel = self._kernel(backend)
         assert kernel.backward is not None, f"{self.name} has gradients, so its kernels have a backward"
-        if len(needs) != self.floats or any(grad is None for grad in grads):
+        whole = len(grads) == len(self._expected(inputs)) and all(grad is not None for grad in grads)
+        if not whole or len(needs) != self.floats:
             raise ValueError(f"{self.name} needs a gradient of every output and {self.floats} entries in needs")
         self._check(kernel, inputs, grads)  # type: ignore[arg-type]  # none is None
+        needs = [need and tensor is not None for tensor, need in zip(inputs, needs, strict=False)]
         found = kernel.backward(grads, *inputs, needs)
-        nothing = next(t for t in inputs if t is not None)
+        nothing = inputs[self.required[0]]
         return [nothing.new_empty(0) if d is None or not need else d for d, need in zip(found, needs, strict=True)]
 
     def _fake_backward(self, grads: list[Tensor | None], *inputs_and_options: Any) -> list[Tensor]:
         *inputs, needs, _ = inputs_and_options
-        nothing = next(t for t in inputs if t is not None)
-        pairs = zip(inputs, needs, strict=False)
-        return [tensor.new_empty(tensor.shape) if need else nothing.new_empty(0) for tensor, need in pairs]
+        self._expected(inputs)
+        nothing = inputs[self.required[0]]
+        wanted = (tensor if need else None for tensor, need in zip(inputs, needs, strict=False))
+        return [nothing.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in wanted]
 
     def _keep_inputs(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[: self.tensors])

@@ -13,6 +13,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from mambakit.ops.backends import PLAIN_TENSORS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""That torch computes with: of wider unsigned ones it knows little more than how to keep them."""
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 is_functional = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
 _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)
@@ -148,22 +150,37 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+def is_autocast(device: torch.device) -> bool:
+    """Whether autocast is on there; torch raises where it has none, as on the meta device."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Switch autocast off: decays, sums and states need at least float32 whatever the surroundings say."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if is_autocast(device):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
 
 def check_integers(name: str, tensor: Tensor, what: str = "integers") -> None:
-    dtype = tensor.dtype
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise ValueError(f"{name} has to hold {what}, got {dtype}")
+    if tensor.dtype not in INTEGERS:
+        raise ValueError(f"{name} has to hold {what}, got {tensor.dtype}")
+
+
+def check_boolean(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.bool, *INTEGERS):
+        raise ValueError(f"{name} has to be boolean, got {tensor.dtype}")
 
 
 def has_numbers(tensor: Tensor) -> bool:
     """Whether a check can look at them: not while a compiler traces, nor in a tensor that is only a shape."""
     return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """That there is something to write down."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        raise ValueError(f"{name} is on the meta device or a fake tensor, and has no numbers")
 
 
 def check_readable(name: str, tensor: Tensor) -> None:

@@ -16,6 +16,10 @@ class Team(NamedTuple):
     rank: int
     size: int
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Team":
+        # A copy of a model is on the same ranks.
+        return self
+
 
 class SumOut(torch.autograd.Function):
     """The sum of what all ranks have. Each rank's part has the gradient of the sum."""

@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mambakit.arguments import check_flag, check_kind
 from mambakit.blocks.block import Block
 from mambakit.models.bidirectional import BidirectionalStack
 from mambakit.models.class_tokens import ClassTokens
@@ -45,13 +47,15 @@ def context_parallel(model: Model, mesh: Any, *, sum_gradients: bool = True) -> 
         >>> torch.distributed.destroy_process_group()
     """
     group = group_of(mesh)
+    check_kind("model", model, nn.Module, "a model")
+    check_flag("sum_gradients", sum_gradients)
     check_model(model)
     calls = Calls(group, sum_gradients)
     model.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     model.register_forward_hook(calls.end, always_call=True)
     if hasattr(model, "step"):
         # One token has no shares.
-        model.step = no_step  # type: ignore[assignment]
+        model.step = MethodType(step_of_whole, model)  # type: ignore[assignment]
     return model
 
 
@@ -76,6 +80,11 @@ def is_whole() -> bool:
     return getattr(_running, "whole", False)
 
 
+def splits_sequences(model: nn.Module) -> bool:
+    """Whether calls of it, or of a module in it, take what they are given for a rank's share."""
+    return not is_whole() and any(isinstance(hook, Calls) for module in model.modules() for hook in hooks_of(module))
+
+
 def check_model(model: nn.Module) -> None:
     if any(isinstance(hook, Calls) for hook in hooks_of(model)):
         raise ValueError(f"this {type(model).__name__} is context parallel already")
@@ -95,10 +104,13 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
 
 
-def no_step(*given: Any, **named: Any) -> Any:
-    raise ValueError(
-        "step takes one token, which cannot be split among ranks; call a model that is not context parallel"
-    )
+def step_of_whole(model: Any, *given: Any, **named: Any) -> Any:
+    if not is_whole():
+        raise ValueError(
+            "step takes one token, which cannot be split among ranks; call it inside of whole_sequences(), or that "
+            "of a model that is not context parallel"
+        )
+    return type(model).step(model, *given, **named)
 
 
 class Calls:

@@ -1,5 +1,6 @@
 """What is asked of a mesh, and gradients that are sums over one."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from mambakit.arguments import check_number
 
 BUCKET = 1 << 24
 """Numbers that are summed at once."""
@@ -61,6 +64,70 @@ def buckets(tensors: tuple[Tensor, ...]) -> Iterator[list[int]]:
         yield found
 
 
+def is_divided(tensor: Any) -> bool:
+    """Whether it is a DTensor. Not by its type, which brings a compiler along that takes long to import."""
+    return hasattr(tensor, "to_local")
+
+
+def plain(tensor: Any) -> Tensor:
+    """What this rank has of it, with gradients."""
+    return tensor.to_local() if is_divided(tensor) else tensor
+
+
+def placed_as(like: Any, own: Tensor) -> Tensor:
+    """What this rank has, as the tensor that `like` is."""
+    if not is_divided(like):
+        return own
+    layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return type(like).from_local(own, like.device_mesh, like.placements, **layout)
+
+
+def average_gradients(model: nn.Module, group: Any) -> None:
+    """Gradients become their means over the ranks of a group, which all have some for the same parameters."""
+    grads = tuple(plain(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
+    for places in buckets(grads):
+        flat = torch.cat([grads[at].flatten() for at in places])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for at, part in zip(places, flat.split([grads[at].numel() for at in places]), strict=True):
+            grads[at].copy_(part.view(grads[at].shape))
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Shrink all gradients together to a norm of at most `max_norm`; what it was before. Every rank has to ask.
+
+    The norm is that of the whole model's gradients, whatever shares of them ranks have, and the same on all of them.
+
+    Examples:
+        >>> block = mk.Mamba2(d_model=64, per_head_dim=16)
+        >>> block(torch.randn(1, 10, 64))[0].sum().backward()
+        >>> norm = mk.parallel.clip_gradients(block, 1.0)
+    """
+    check_number("max_norm", max_norm, above=0)
+    grads: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    squares: dict[Any, Tensor] = {}
+    for grad in grads:
+        mesh: Any = grad.device_mesh if is_divided(grad) else None
+        if mesh is not None and any(
+            place and placement.is_replicate()
+            for place, placement in zip(mesh.get_coordinate(), grad.placements, strict=True)
+        ):
+            # Another rank counts these.
+            square = torch.zeros((), dtype=torch.float64, device=grad.device)
+        else:
+            square = torch.linalg.vector_norm(plain(grad)).double().square()
+        squares[mesh] = squares[mesh] + square if mesh in squares else square
+    for mesh, square in squares.items():
+        groups = [] if mesh is None else mesh.get_all_groups()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+    norm = math.sqrt(sum(float(square) for square in squares.values()))
+    if norm > max_norm:
+        for grad in grads:
+            plain(grad).mul_(max_norm / norm)
+    return norm
+
+
 class SummedGradients:
     """Inside, a model's parameters have gradients that are summed over the ranks of a group.
 
@@ -88,7 +155,9 @@ class SummedGradients:
         parameters = list(dict.fromkeys(parameter for _, _, parameter in self.places))
         if not parameters:
             return
-        summed = dict(zip(parameters, Summed.apply(self.group, *parameters), strict=True))  # type: ignore[arg-type]
+        own = [plain(parameter) for parameter in parameters]
+        sums = Summed.apply(self.group, *own)
+        summed = {old: placed_as(old, new) for old, new in zip(parameters, sums, strict=True)}  # type: ignore[arg-type]
         for module, name, parameter in self.places:
             module._parameters[name] = summed[parameter]  # type: ignore[assignment]
 

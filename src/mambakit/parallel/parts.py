@@ -7,10 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mambakit.arguments import check_kind
 from mambakit.blocks.parallel import ParallelCache
 from mambakit.blocks.shares import Parts
 from mambakit.blocks.stateless import NoCache
 from mambakit.models.class_tokens import ClassCache
+from mambakit.models.stack import Stack
+from mambakit.ops.shapes import check_tensors
 from mambakit.parallel.tensor import Lane, lane_of
 
 
@@ -24,6 +27,7 @@ def joined(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
         >>> mk.parallel.joined(model, dict(model.named_parameters())).keys() == dict(model.named_parameters()).keys()
         True
     """
+    check_named(model, tensors)
     found, rest = {}, dict(tensors)
     for path, parts in named_parts(model):
         own = [rest.pop(f"{path}.{part.name}", None) for part in parts.split.parts]
@@ -40,12 +44,22 @@ def parted(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
         >>> mk.parallel.parted(model, dict(model.named_parameters())).keys() == dict(model.named_parameters()).keys()
         True
     """
+    check_named(model, tensors)
     found = dict(tensors)
     for path, parts in named_parts(model):
         if path in found:
-            pieces = found.pop(path).split([part.size for part in parts.split.parts], parts.split.axis)
+            whole, sizes, axis = found.pop(path), [part.size for part in parts.split.parts], parts.split.axis
+            if whole.dim() <= axis or whole.shape[axis] != sum(sizes):
+                raise ValueError(f"{path} has shape {tuple(whole.shape)}, expected {sum(sizes)} entries on axis {axis}")
+            pieces = whole.split(sizes, axis)
             found |= {f"{path}.{part.name}": piece for part, piece in zip(parts.split.parts, pieces, strict=True)}
     return found
+
+
+def check_named(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    check_kind("model", model, nn.Module, "a model")
+    check_kind("tensors", tensors, Mapping, "tensors by name")
+    check_tensors(tensors)
 
 
 def named_parts(model: nn.Module) -> Iterator[tuple[str, Parts]]:
@@ -75,7 +89,12 @@ def share_of_cache(model: nn.Module, cache: Any) -> Any:
 def on_caches(model: Any, cache: Any, change: Callable[[Lane, str, Tensor], Tensor]) -> Any:
     if isinstance(cache, ClassCache):
         return cache._replace(inner=on_caches(model, cache.inner, change))
-    stack = getattr(model, "backbone", model)
+    stack: Any = getattr(model, "backbone", model)
+    if not isinstance(stack, Stack):
+        raise ValueError(f"model is a {type(model).__name__}, expected a Stack or a LanguageModel")
+    if not isinstance(cache, tuple | list) or len(cache) != len(stack.order):
+        given = len(cache) if isinstance(cache, tuple | list) else f"a {type(cache).__name__}"
+        raise ValueError(f"cache is {given}, expected {len(stack.order)} caches, one for each layer")
 
     def changed(block: nn.Module, carried: Any) -> Any:
         if isinstance(carried, ParallelCache):
@@ -83,11 +102,12 @@ def on_caches(model: Any, cache: Any, change: Callable[[Lane, str, Tensor], Tens
         lane = lane_of(block)
         if lane is None:
             return carried
+        check_kind("a block's cache", carried, block.cache_class, f"a {block.cache_class.__name__}")  # type: ignore[arg-type, union-attr]
         return carried._replace(**{name: change(lane, name, getattr(carried, name)) for name in lane.caches[0]})
 
     after = []
     for real, carried in zip(stack.order, cache, strict=True):
-        layer = stack.layers[real]
+        layer: Any = stack.layers[real]
         by_block = {block: changed(block, own) for block, own in layer.apart(carried).items()}
         after.append(layer.together([by_block.get(block, NoCache()) for _, block in layer.parts]))
     return tuple(after)

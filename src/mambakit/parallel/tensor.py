@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mambakit.arguments import check_kind
 from mambakit.blocks.block import Block
 from mambakit.blocks.family import family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm, is_plain
@@ -15,7 +16,7 @@ from mambakit.blocks.moe import Router
 from mambakit.blocks.shares import Part, Parts, Shares, Split, run
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.team import Team, sum_out
-from mambakit.parallel.meshes import Summed, group_of
+from mambakit.parallel.meshes import Summed, group_of, is_divided, plain
 from mambakit.parallel.vocabulary import divide_vocabulary, why_no_vocabulary
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,6 +47,7 @@ def tensor_parallel(model: Model, mesh: Any) -> Model:
         >>> logits_bsw, cache = model(torch.randint(256, (2, 100)))
         >>> torch.distributed.destroy_process_group()
     """
+    check_kind("model", model, nn.Module, "a model")
     group = group_of(mesh)
     team = Team(group, dist.get_rank(group), dist.get_world_size(group))
     if any(isinstance(hook, Lane) for module in model.modules() for hook in hooks_of(module)):
@@ -200,14 +202,6 @@ def own_part(parameter: nn.Parameter, piece: Tensor, part: Part, axis: int, mesh
     return made
 
 
-def is_divided(tensor: Any) -> bool:
-    return hasattr(tensor, "to_local")
-
-
-def plain(tensor: Any) -> Tensor:
-    return tensor.to_local() if is_divided(tensor) else tensor
-
-
 def taken(tensor: Tensor, part: Part, axis: int) -> Tensor:
     if part.taken is None or part.taken == tuple(range(part.size)):
         return tensor
@@ -222,6 +216,7 @@ def whose(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def put(block: nn.Module, name: str, made: "nn.Parameter | Parts") -> None:
     owner, attribute = whose(block, name)
     if isinstance(made, Parts):
+        made.is_stacked = attribute in getattr(owner, "stacked_maps", ())
         del owner._parameters[attribute]
         owner.add_module(attribute, made)
     else:

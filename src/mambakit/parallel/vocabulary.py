@@ -12,9 +12,10 @@ from typing_extensions import Unpack
 
 from mambakit.blocks.block import Options
 from mambakit.blocks.modules import Linear, is_plain
-from mambakit.models.language_model import LanguageModel
+from mambakit.models.language_model import LanguageModel, check_language_model
+from mambakit.ops.shapes import check_beside, check_tensors, has_numbers
 from mambakit.ops.team import Team, join_last, sum_out, total
-from mambakit.parallel.meshes import Summed
+from mambakit.parallel.meshes import Summed, plain
 
 IGNORED = -100
 """In place of a token to predict: none is asked for here."""
@@ -37,6 +38,8 @@ def token_losses(
         >>> loss_bs.shape
         torch.Size([2, 100])
     """
+    check_language_model(model)
+    check_next(next_bs, ids_bs, model.config.vocab_size)  # type: ignore[union-attr]  # it has one
     before, _running.head = getattr(_running, "head", None), Wanted()
     try:
         logits_bsw, cache = model(ids_bs, cache, **options)
@@ -48,6 +51,18 @@ def token_losses(
         return Loss.apply(logits_bsw, next_bs, head.start, head.team), cache  # type: ignore[return-value]
     # mT: the vocabulary is expected second.
     return F.cross_entropy(logits_bsw.mT, next_bs, reduction="none", ignore_index=IGNORED), cache
+
+
+def check_next(next_bs: Tensor, ids_bs: Tensor, vocab_size: int) -> None:
+    check_tensors({"ids_bs": ids_bs, "next_bs": next_bs})
+    if next_bs.shape != ids_bs.shape or next_bs.dtype != torch.int64:
+        given = f"{next_bs.dtype} of shape {tuple(next_bs.shape)}"
+        raise ValueError(f"next_bs is {given}, expected torch.int64 of shape {tuple(ids_bs.shape)} as ids_bs")
+    check_beside("ids_bs", ids_bs, "next_bs", next_bs)
+    if has_numbers(next_bs) and next_bs.is_cpu and next_bs.numel():  # others would be waited for
+        wrong_bs = (next_bs < 0) & (next_bs != IGNORED) | (next_bs >= vocab_size)
+        if bool(wrong_bs.any()):
+            raise ValueError(f"next_bs holds {int(next_bs[wrong_bs][0])}, expected 0 to {vocab_size - 1}, or {IGNORED}")
 
 
 class Wanted:
@@ -93,8 +108,7 @@ class Rows:
         module.register_forward_hook(self.end, always_call=True)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        weight: Any = module._parameters["weight"]
-        module.__dict__["weight"] = weight.to_local()
+        module.__dict__["weight"] = plain(module._parameters["weight"])
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         module.__dict__.pop("weight", None)

@@ -128,6 +128,9 @@ class Service:
         """ApiError where there is no room for `count` more requests."""
         if self.draining:
             raise overloaded("the server is stopping", status=503)
+        if count > self.limits.max_waiting:
+            # Nothing would change that.
+            raise bad(f"{count} answers are asked for at once, at most {self.limits.max_waiting} are allowed", "n")
         if self.worker.waiting + count > self.limits.max_waiting:
             raise overloaded(f"{self.worker.waiting} requests are waiting already; try again in a moment")
 

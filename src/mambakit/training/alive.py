@@ -38,6 +38,22 @@ class Who(NamedTuple):
     """Processes have the same numbers for all who have this."""
 
 
+class Awake:
+    """Seconds that this process has had to look at others, counted by asking.
+
+    A pause counts as a second at most: where a laptop sleeps or a job is frozen, all of its ranks are.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, self._asked = 0.0, time.monotonic()
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._asked, 1.0)
+        self._asked = now
+        return self._seconds
+
+
 class Alive:
     """Tells the others that this rank is alive, and ends this process if one of them is not. `end` never returns."""
 
@@ -80,15 +96,15 @@ class Alive:
         self._lost.wait(QUIET + GRACE)
 
     def _look(self) -> None:
-        seen = {other: ("", time.monotonic()) for other in self._others}
-        beat = 0
+        awake, beat = Awake(), 0
+        seen = dict.fromkeys(self._others, ("", 0.0))
         while not self._leaving.wait(EVERY):
             beat += 1
             told: str | None
             try:
                 self._store.set(f"beat/{self._rank}", str(beat))
                 *beats, cause = self._store.multi_get([*(f"beat/{other}" for other in self._others), CAUSE])
-                told = self._find_lost(dict(zip(self._others, beats, strict=True)), seen)
+                told = self._find_lost(dict(zip(self._others, beats, strict=True)), seen, awake.seconds())
                 if told is not None:
                     told = self._first_to_say(told)
                 elif cause.decode() != NONE:
@@ -114,8 +130,7 @@ class Alive:
     def _keeper(self) -> str:
         return self._name(0) if self._keeps_store_first() else "torchrun, or the machine it keeps the store on,"
 
-    def _find_lost(self, beats: dict[int, bytes], seen: dict[int, tuple[str, float]]) -> str | None:
-        now = time.monotonic()
+    def _find_lost(self, beats: dict[int, bytes], seen: dict[int, tuple[str, float]], now: float) -> str | None:
         for other, beat in beats.items():
             last, since = seen[other]
             if beat.decode() != last:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from mambakit.models.language_model import LanguageModel
+from mambakit.parallel.vocabulary import IGNORED
 from mambakit.text.conversations import Example
 from mambakit.training.batches import Batch
-from mambakit.training.objective import IGNORED, nats
+from mambakit.training.objective import nats
+from mambakit.training.processes import Ranks
 from mambakit.training.settings import TrainSettings
 
 TOO_LONG = ("refuse", "skip", "cut")
@@ -134,8 +136,8 @@ class HeldOutAnswers:
             count += 1
         return HeldOutAnswers(self.pairs_s2[:count])
 
-    def evaluate(self, model: LanguageModel) -> float:
-        return nats(model, self.pairs_s2) / self.size
+    def evaluate(self, model: LanguageModel, ranks: Ranks | None = None) -> float:
+        return nats(model, self.pairs_s2, ranks) / self.size
 
 
 def _counted(pairs_s2: Tensor) -> int:

@@ -66,8 +66,8 @@ class HeldOut(NamedTuple):
             count += 1
         return HeldOut(self.documents_s[:count], self.bytes_of[:count])
 
-    def evaluate(self, model: LanguageModel) -> float:
-        return bits_per_byte(model, self.documents_s, self.size)
+    def evaluate(self, model: LanguageModel, ranks: Ranks | None = None) -> float:
+        return bits_per_byte(model, self.documents_s, self.size, ranks)
 
 
 class Trainer:
@@ -158,6 +158,7 @@ class Trainer:
             if balanced is not None:
                 share = balanced.item() / len(self._parts)
                 balance, loss = (balance or 0.0) + share, loss - self.settings.balance * share
+        self.ranks.average(self.model)
         return carried, loss, balance, tokens
 
     def _problem(self, loss: float, norm: float) -> str:
@@ -179,7 +180,7 @@ class Trainer:
         """
         held_out = self.held_out if at_least is None else self.held_out.first(at_least)
         with self._autocast(), whole_sequences():
-            return held_out.evaluate(self.model)
+            return held_out.evaluate(self.model, self.ranks)
 
     def saved(self, *, copied: bool = False) -> Saved:
         """The run as it stands, the same for any number of ranks. Every rank has to ask.

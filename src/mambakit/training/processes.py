@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # public in its docs
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mambakit.arguments import find_device
 from mambakit.models.language_model import LanguageModel
 from mambakit.parallel.context import context_parallel
+from mambakit.parallel.meshes import average_gradients
+from mambakit.parallel.tensor import tensor_parallel
 from mambakit.training.alive import Alive, attempt
 from mambakit.training.settings import PARALLEL
 
@@ -30,21 +32,26 @@ class Ranks:
     """This process among the others of `torchrun`; alone where there are none.
 
     `parallel` is "ddp", the whole model on every rank, or "fsdp", a share of every parameter on each. Neighbours, so
-    many as `context` says, have the same rows and a share of their tokens each.
+    many as `tensor` says, have the same tokens and a share of the heads each; `context` groups of these have the same
+    rows and a share of their tokens each.
     """
 
-    def __init__(self, parallel: str = "ddp", device: str | None = None, context: int = 1):
+    def __init__(self, parallel: str = "ddp", device: str | None = None, context: int = 1, tensor: int = 1):
         if parallel not in PARALLEL:
             raise ValueError(f"parallel = {parallel!r} is unknown; choose from {', '.join(PARALLEL)}")
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if context < 1 or self.world % context:
-            raise ValueError(
-                f"{self.world} processes cannot be divided into groups of {context} that share sequences; "
-                "torchrun --nproc-per-node N starts N of them"
-            )
-        self.context, self.replicas = context, self.world // context
-        self.replica, self.place = divmod(self.rank, context)
+        for count, shared in ((context, "sequences"), (tensor, "heads"), (context * tensor, "sequences and heads")):
+            if count < 1 or self.world % count:
+                raise ValueError(
+                    f"{self.world} processes cannot be divided into groups of {count} that share {shared}; "
+                    "torchrun --nproc-per-node N starts N of them"
+                )
+        self.context, self.tensor, self.replicas = context, tensor, self.world // (context * tensor)
+        self.group, self.lane = divmod(self.rank, tensor)
+        """Which tokens are this rank's, and which share of the heads."""
+        self.replica, self.place = divmod(self.group, context)
         """Which rows are this rank's, and which share of their tokens."""
+        self._mesh: DeviceMesh | None = None
         self.parallel = parallel if self.world > 1 else None
         self.device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and self.device.index is None:
@@ -76,8 +83,7 @@ class Ranks:
             if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
                 self._alive.wait()
             self._alive.leave(failed=isinstance(error, Exception))
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # what others made is theirs
 
     def sums(self, *values: float) -> list[float]:
         """Each value summed over the ranks, the same on all."""
@@ -125,9 +131,8 @@ class Ranks:
     def split(self, model: LanguageModel) -> None:
         """Tell the model that its tokens are shares of sequences, where they are."""
         if self.context > 1:
-            mesh = init_device_mesh(self.device.type, (self.replicas, self.context), mesh_dim_names=("data", "context"))
             # Whoever averages gradients over all ranks has summed them over these.
-            context_parallel(model, mesh["context"], sum_gradients=False)
+            context_parallel(model, self.mesh["context"], sum_gradients=False)
 
     def tokens_of(self, tensor_bsX: Tensor) -> Tensor:
         """This rank's tokens of its rows."""
@@ -136,13 +141,30 @@ class Ranks:
             raise ValueError(f"{s} tokens of a row cannot be divided among {self.context} ranks; change --seq-len")
         return tensor_bsX.chunk(self.context, 1)[self.place]
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks: by rows, by shares of their tokens, by heads."""
+        if self._mesh is None:
+            sizes, names = (self.replicas, self.context, self.tensor), ("data", "context", "tensor")
+            self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+            self._tokens = self._mesh["data", "context"]._flatten("tokens")
+        return self._mesh
+
+    @property
+    def tokens(self) -> DeviceMesh:
+        """The ranks that have other tokens, and the same heads."""
+        _ = self.mesh
+        return self._tokens
+
     def shard(self, model: LanguageModel) -> None:
-        """With "fsdp", leave a share of each parameter on each rank. Parameters are new objects afterwards."""
-        if self.parallel != "fsdp":
+        """Leave this rank its heads, and with "fsdp" a share of each parameter. These are new objects afterwards."""
+        if self.tensor > 1:
+            tensor_parallel(model, self.mesh["tensor"])
+        if self.parallel != "fsdp" or self.world == self.tensor:
             return
         # Nothing writes into the logits, which are a part of the padded ones.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        mesh = init_device_mesh(self.device.type, (self.world,))
+        mesh = self.tokens
         for layer in model.backbone.layers:
             fully_shard(layer, mesh=mesh)
         # The root too, so that parameters are the shares whenever no forward or backward is running.
@@ -150,11 +172,16 @@ class Ranks:
 
     def averaging(self, objective: nn.Module) -> nn.Module:
         """The module to call for losses whose gradients are to be averaged over the ranks."""
-        if self.parallel != "ddp":
+        if self.parallel != "ddp" or self.tensor > 1:
             return objective
         # True of a few small parameters, and costs a copy of each.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         return DistributedDataParallel(objective)
+
+    def average(self, model: LanguageModel) -> None:
+        """What `averaging` does not know of: gradients of shares, once they are all there."""
+        if self.parallel == "ddp" and self.world > self.tensor > 1:
+            average_gradients(model, self.tokens.get_group())
 
     def without_averaging(self, objective: nn.Module) -> AbstractContextManager[Any]:
         """For all but the last of several backward passes, whose sum is averaged once."""

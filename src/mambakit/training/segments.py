@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mambakit.blocks.caches import clone, detach
 from mambakit.ops.shapes import check_tensors
+from mambakit.parallel.context import splits_sequences
 
 
 def run_in_segments(
@@ -36,6 +37,7 @@ def run_in_segments(
         >>> y_bsd, cache = mk.run_in_segments(block, torch.randn(1, 1000, 64), segment_len=250)
         >>> y_bsd.square().mean().backward()
     """
+    check_whole(block)
     outputs = []
     for piece in _cut(x_bsd, segment_len, mask_bs, reset_bs, options):
         if truncated and outputs:
@@ -61,6 +63,7 @@ def segments(
     back to the start of the segment only and nothing of an earlier one is kept. An `x_bsd` that was itself computed
     with gradients would be gone back through once per segment; let the block compute it instead.
     """
+    check_whole(block)
     pieces = _cut(x_bsd, segment_len, mask_bs, reset_bs, options)
 
     def run(cache: Any) -> Iterator[tuple[slice, Tensor, Any]]:
@@ -71,6 +74,15 @@ def segments(
             del y_bsd  # and its graph, before the next one is made
 
     return run(cache)
+
+
+def check_whole(block: nn.Module) -> None:
+    """ValueError for a model whose ranks have other shares of a sequence: segments of each are not its next tokens."""
+    if splits_sequences(block):
+        raise ValueError(
+            "segments are parts of whole sequences, and this model is context parallel; call it with a part after the "
+            "other and the cache, every rank with its share of each part"
+        )
 
 
 class _Piece(NamedTuple):

@@ -20,6 +20,7 @@ from mambakit.checkpoints.gguf.vocabulary import UNUSED, Vocabulary
 from mambakit.checkpoints.quantized import refuse_quantized
 from mambakit.checkpoints.writing import sync
 from mambakit.models.language_model import LanguageModel, ModelConfig
+from mambakit.ops.shapes import check_numbers
 from mambakit.optional import need
 
 KINDS = {"F32": 0, "F16": 1, "Q8_0": 7}
@@ -131,6 +132,8 @@ def stored(model: LanguageModel, name: str) -> dict[str, Tensor]:
     unknown = sorted(weights.keys() - names.keys())
     if unknown:
         raise ValueError(f"GGUF has no {', '.join(unknown[:20])}")
+    for key, tensor in weights.items():
+        check_numbers(key, tensor)
     groups = getattr(model.config.block, "ngroups", 1)
     found = {names[key]: converted(names[key], tensor, groups, name) for key, tensor in weights.items()}
     broken = [called for called, tensor in found.items() if not tensor.isfinite().all()]

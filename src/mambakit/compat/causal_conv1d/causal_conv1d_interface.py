@@ -25,8 +25,8 @@ def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
+    seq_idx: Tensor | str | None = None,
+    initial_states: Tensor | str | None = None,
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
     activation: str | None = None,
@@ -36,22 +36,22 @@ def causal_conv1d_fn(
     `final_states_out` is written to and returned. As officially, packed sequences (`seq_idx`) have no states, and where
     the id is negative the output is zero. `activation` may also come fourth or fifth, as in versions 1.0 and 1.1.
     """
-    activation, seq_idx, initial_states = by_version(activation, seq_idx, initial_states)
+    activation, ids_bs, states_bvk = by_version(activation, seq_idx, initial_states)
     with_silu = check_activation(activation)
     size = bind(x_bvs=x, weight_vk=weight, bias_v=bias)
-    if seq_idx is not None and (initial_states is not None or return_final_states):
+    if ids_bs is not None and (states_bvk is not None or return_final_states):
         raise ValueError("seq_idx packs whole sequences: it goes with neither initial_states nor return_final_states")
     if final_states_out is not None and not return_final_states:
         raise ValueError("final_states_out is only written with return_final_states=True")
-    x_bsv, weight_vk, bias_v, window_bvk = in_one_precision(x.mT, weight, bias, initial_states)
+    x_bsv, weight_vk, bias_v, window_bvk = in_one_precision(x.mT, weight, bias, states_bvk)
     if window_bvk is not None:
         if tuple(window_bvk.shape) != (size.b, size.v, size.k - 1):
             expected = (size.b, size.v, size.k - 1)
             raise ValueError(f"initial_states has shape {tuple(window_bvk.shape)}, expected {expected}")
         window_bvk = F.pad(window_bvk, (1, 0))
-    segments_bs = segments_of(seq_idx, size.b, size.s)
+    segments_bs = segments_of(ids_bs, size.b, size.s)
     y_bsv, window_bvk = causal_conv(x_bsv, weight_vk, bias_v, window_bvk, segments_bs=segments_bs, silu=with_silu)
-    y_bsv = hide_padding(y_bsv, seq_idx)
+    y_bsv = hide_padding(y_bsv, ids_bs)
     # In the layout of `x`, as callers go on to `view` it.
     y_bvs = y_bsv.mT.to(x.dtype)
     out = y_bvs.contiguous() if x.is_contiguous() else y_bvs

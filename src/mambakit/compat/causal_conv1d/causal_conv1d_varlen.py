@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mambakit.compat.arguments import of_tensors
+from mambakit.compat.arguments import in_one_precision, of_tensors
 from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.packing import packed, to_rows
 from mambakit.compat.references.convolution import causal_conv1d_varlen_states_ref
@@ -20,6 +20,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     A shorter sequence has zeros on the left.
     """
     bind(x_sv=x)
+    in_one_precision(x)
     if type(state_len) is not int or state_len < 0:
         raise ValueError(f"state_len is {state_len!r}, expected a whole number of at least 0")
     layout = packed(x[None], cu_seqlens)

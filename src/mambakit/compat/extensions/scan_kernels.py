@@ -25,7 +25,7 @@ def scan(
     delta_softplus: bool,
 ) -> Tensor:
     """`y` (b, i, s) in at least float32, from any of the official shapes, without a gate."""
-    u, delta, A, B, C, D, delta_bias = in_full_precision(u, delta, A, B, C, D, delta_bias)
+    u, delta, A, B, C, D, delta_bias = in_full_precision(u, delta, A, B, C, D, delta_bias, may_be_complex=True)
     return scan_from(None, u, delta, A, B, C, D, None, delta_bias, delta_softplus)[0]
 
 
@@ -44,7 +44,7 @@ def run(
 
     Of each chunk that holds, alternating, the product of all decays up to its end and the state there.
     """
-    u, delta, A, B, C, D, delta_bias = in_full_precision(u, delta, A, B, C, D, delta_bias)
+    u, delta, A, B, C, D, delta_bias = in_full_precision(u, delta, A, B, C, D, delta_bias, may_be_complex=True)
     bias = None if delta_bias is None else delta_bias[:, None]
     total_bis = step_size(delta, bias, delta_softplus).cumsum(-1)
     state_bir, outputs, kept = None, [], []

@@ -1,10 +1,12 @@
 """The backend of the compiled CPU kernels."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mambakit.kernels.cpu.library import library, why_missing
+from mambakit.kernels.cpu.library import library, processor, why_missing
 from mambakit.ops.backends import Backend, register_backend
 
 
@@ -18,6 +20,25 @@ def about() -> dict[str, Any]:
     }
 
 
+def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
+    """Rounded rows without the instructions for them: many of them are faster in torch's float32 products."""
+    if operation != "few_rows":
+        return None
+    # Here, because operations import kernels.
+    from mambakit.ops.few_rows import MAX_ROWS
+
+    instruction_set, extension = processor()
+    if instruction_set == "avx512" or extension == "bf16":
+        return None
+    x, weight = tensors[:2]
+    assert x is not None, "it is what is multiplied"
+    assert weight is not None, "it is what it is multiplied with"
+    narrow = instruction_set == "avx2" or extension != "none"
+    if x.numel() <= MAX_ROWS * x.shape[-1] or (narrow and weight.dtype != torch.bfloat16):
+        return None
+    return "without instructions for such numbers, torch's products of many rows are faster"
+
+
 CPU = register_backend(
     Backend(
         name="cpu",
@@ -25,5 +46,6 @@ CPU = register_backend(
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         why_missing=why_missing,
         about=about,
+        why_not_auto=why_not_auto,
     )
 )

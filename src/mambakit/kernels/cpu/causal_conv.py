@@ -16,8 +16,9 @@ def convolve(*inputs: Any) -> list[Tensor]:
     *tensors, widths, silu = inputs
     given = Inputs(silu, *tensors)
     (b, s, v), k = given.x_bsv.shape, given.weight_vk.shape[1]
-    parts = [empty(b, s, width) for width in widths]
-    after_bvk = torch.empty(b, v, k)
+    dtype = given.x_bsv.dtype
+    parts = [empty(b, s, width, dtype=dtype) for width in widths]
+    after_bvk = torch.empty(b, v, k, dtype=dtype)
     start = 0
     for part in parts:
         width = part.shape[2]
@@ -42,7 +43,7 @@ def convolve_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tenso
     given = Inputs(silu, *tensors)
     (b, s, v), k = x_bsv.shape, weight_vk.shape[1]
     d_after_bvk = contiguous(d_after_bvk)
-    d_x_bsv, d_weight_vk = empty(b, s, v), weight_vk.new_empty(v, k)
+    d_x_bsv, d_weight_vk = empty(b, s, v, dtype=x_bsv.dtype), weight_vk.new_empty(v, k)
     d_bias_v = None if bias_v is None else bias_v.new_empty(v)
     d_window_bvk = None if window_bvk is None else window_bvk.new_empty(b, v, k)
     start = 0
@@ -103,6 +104,7 @@ class Inputs:
             segments=pointer(self.segments_bs),
             lengths=pointer(self.lengths_b),
             with_silu=self.silu,
+            narrow=self.x_bsv.dtype == torch.bfloat16,
         )
 
 
@@ -120,7 +122,7 @@ def integers(tensor: Tensor | None) -> Tensor | None:
 
 
 def at(tensor: Tensor | None, element: int) -> int | None:
-    return None if tensor is None else tensor.data_ptr() + 4 * element
+    return None if tensor is None else tensor.data_ptr() + tensor.itemsize * element
 
 
-CAUSAL_CONV.implement(CPU, convolve, convolve_backward, casts=True)
+CAUSAL_CONV.implement(CPU, convolve, convolve_backward, casts=True, narrow=(0, 3))

@@ -54,7 +54,7 @@ class Decoding:
         self._model = DecodeModel(
             width=model.embedding.columns,
             parts=len(self._parts),
-            embedding=self._pack_matrix(model.embedding),
+            embedding=self._pack_matrix(model.embedding, read_whole=False),
             part=ctypes.addressof(self._parts),
             norm_f=self._pack_norm(model.norm_f),
             head=head,
@@ -62,15 +62,18 @@ class Decoding:
             logits_scale=model.logits_scale,
         )
 
-    def load(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+    def load(self, states: Sequence[Mapping[str, Tensor | int | None]]) -> None:
         self._prepared = [part.prepared() for part in self._given]  # kept alive
         for block, prepared in zip(self._blocks, self._prepared, strict=True):
             fill(block, prepared)
         self.move(states)
 
-    def move(self, states: Sequence[Mapping[str, Tensor | int]]) -> None:
+    def move(self, states: Sequence[Mapping[str, Tensor | int | None]]) -> None:
         self._states = states  # kept alive
         for block, own in zip(self._blocks, states, strict=True):
+            for state in own.values():
+                if isinstance(state, Tensor):
+                    gather(state)
             fill(block, own)
 
     def step(self, ids_b: Tensor, at: decode.At) -> Tensor:
@@ -112,9 +115,10 @@ class Decoding:
             beside=part.beside,
         )
 
-    def _pack_matrix(self, weights: Weights) -> Any:
+    def _pack_matrix(self, weights: Weights, read_whole: bool = True) -> Any:
         self._held += [t.detach() for t in (weights.weight, weights.scales, weights.bias) if t is not None]
-        gather(weights.weight)
+        if read_whole:
+            gather(weights.weight)
         return matrix(weights)
 
     def _pack_norm(self, norm: decode.Norm) -> Norm:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mambakit.kernels.cpu.structs import Struct, difference
 
 # In order of preference.
-INSTRUCTION_SETS = ("avx512", "avx2", "plain")
+INSTRUCTION_SETS = ("avx512", "avx2", "neon", "plain")
 # What a processor may have beyond them, each including those before it: `mk_extension` of csrc/extension.h.
 EXTENSIONS = ("none", "vnni", "bf16")
 # What a kernel returns if it could not do its work: `mk_status` of csrc/threads.h.
@@ -129,9 +129,15 @@ def why_missing() -> str | None:
     return str(found) if isinstance(found, KernelsMissingError) else None
 
 
+def processor() -> tuple[str, str]:
+    """The instruction set that the loaded kernels use, and its extension."""
+    return library().instruction_set, library().extension
+
+
 # A compiler asks once, instead of tracing how a library is loaded. This is all that
 # `torch.compiler.assume_constant_result` does, which would import the whole compiler here.
-why_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for ask in (why_missing, processor):
+    ask._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

@@ -1,6 +1,7 @@
 """Mamba-3's B and C, normed, biased and turned, and all gradients from the inputs alone.
 
-Everything is float32 but the running angles; see `mamba3_prepare.h` and `rotation.h`.
+Everything is float32 but the running angles, and B and C where they come in bfloat16; see `mamba3_prepare.h` and
+`rotation.h`.
 """
 
 import math
@@ -22,7 +23,8 @@ BLOCK = 64
 def prepare(*inputs: Any) -> list[Tensor]:
     given = Inputs(*inputs)
     b, s, h, a, m, _, r = given.sizes
-    b_bsmhr, c_bsmhr, after_bha = empty(b, s, m, h, r), empty(b, s, m, h, r), empty(b, h, a)
+    b_bsmhr, c_bsmhr = (empty(b, s, m, h, r, dtype=given.b.dtype) for _ in range(2))
+    after_bha = empty(b, h, a)
     run(PrepareForward(inputs=given.arguments(), b=pointer(b_bsmhr), c=pointer(c_bsmhr), after=pointer(after_bha)))
     return [b_bsmhr, c_bsmhr, after_bha]
 
@@ -33,7 +35,7 @@ def prepare_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor
     given = Inputs(*inputs)
     b, s, h, a, m, _, r = given.sizes
     d_theta_bsha = empty(b, s, h, a)
-    d_b, d_c, d_rot, d_dt = (empty(*t.shape) for t in (b_bsmgr, c_bsmgr, rot_bsa, dt_bsh))
+    d_b, d_c, d_rot, d_dt = (empty(*t.shape, dtype=t.dtype) for t in (b_bsmgr, c_bsmgr, rot_bsa, dt_bsh))
     d_angle_bha, sums = dt_bsh.new_empty(b, h, a), dt_bsh.new_empty(2 * (h * m + 1) * r)
     d_b_out, d_c_out, d_after = (None if d is None else d.contiguous() for d in grads)
     run(
@@ -103,6 +105,7 @@ class Inputs:
             b=side(self.b, b_weight, b_bias),
             c=side(self.c, c_weight, c_bias),
             entering=pointer(self.entering),
+            narrow=self.b.dtype == torch.bfloat16,
         )
 
 
@@ -126,4 +129,4 @@ def tokens_in_one_piece(x_bsX: Tensor) -> Tensor:
     return x_bsX
 
 
-MAMBA3_PREPARE.implement(CPU, prepare, prepare_backward, casts=True)
+MAMBA3_PREPARE.implement(CPU, prepare, prepare_backward, casts=True, narrow=(0, 1))

@@ -14,7 +14,7 @@ from mambakit.ops.norm import FINISH
 
 def finish(*inputs: Any) -> list[Tensor]:
     given = Inputs(*inputs)
-    out_Ni = empty(given.shape[0], given.shape[2])
+    out_Ni = empty(given.shape[0], given.shape[2], dtype=given.y.dtype)
     run(FinishForward(inputs=given.arguments(), out=pointer(out_Ni)))
     return [out_Ni]
 
@@ -24,8 +24,8 @@ def finish_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor 
     given = Inputs(*inputs)
     d_out_Ni = in_rows(grads[0])
     n, m, i = given.shape
-    d_y_Nmi = empty(n, m, i)
-    d_x_Ni, d_z_Ni = (None if t is None else empty(n, i) for t in (given.x, given.z))
+    d_y_Nmi = empty(n, m, i, dtype=given.y.dtype)
+    d_x_Ni, d_z_Ni = (None if t is None else empty(n, i, dtype=t.dtype) for t in (given.x, given.z))
     sums = torch.empty(2 + 3 * m, i)
     run(
         FinishBackward(
@@ -75,6 +75,7 @@ class Inputs:
             weight=weight,
             order=order,
             eps=eps,
+            narrow=self.y.dtype == torch.bfloat16,
         )
 
 
@@ -84,4 +85,4 @@ def in_rows(x: Tensor) -> Tensor:
     return x if in_pieces else x.contiguous()
 
 
-FINISH.implement(CPU, finish, finish_backward, casts=True)
+FINISH.implement(CPU, finish, finish_backward, casts=True, narrow=(0, 1, 3))

@@ -8,6 +8,8 @@ from mambakit.kernels.cpu.structs import LargePages
 
 # Below it memory mostly comes from what was freed before.
 LARGE = 4 << 20
+# Below it weights are read too fast to be worth a call of the system.
+GATHERED = 1 << 17
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -20,5 +22,5 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def gather(tensor: Tensor) -> None:
     """What it holds in large pages from now on, where the system moves it there; it stays at its address."""
-    if tensor.nbytes >= LARGE:
+    if tensor.nbytes >= GATHERED:
         run(LargePages(start=tensor.data_ptr(), bytes=tensor.nbytes, touched=True))

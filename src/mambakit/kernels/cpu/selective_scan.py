@@ -13,6 +13,8 @@ from mambakit.ops.selective_scan import SELECTIVE_SCAN
 PART_CHANNELS = 128
 """Channels that one thread takes through all tokens. The backward sums over channels part by part, so a number that
 depended on the threads would make its gradients depend on them."""
+RUN = 16
+"""States that the backward takes through the sequence together, as in selective_scan_backward.h."""
 
 
 def per_token(tensor: Tensor | None) -> PerToken:
@@ -64,13 +66,14 @@ def describe(
         skip_i=pointer(skip),
         dt_bias_i=pointer(dt_bias),
         fresh_bs=pointer(fresh),
+        narrow=x_bsi.dtype == torch.bfloat16,
     )
     return scan, [kept, others]
 
 
 def forward(*inputs: Any) -> list[Tensor]:
     x_bsi, _, a_ir, *_ = inputs
-    y_bsi, last_bir = x_bsi.new_empty(x_bsi.shape), x_bsi.new_empty(len(x_bsi), *a_ir.shape)
+    y_bsi, last_bir = x_bsi.new_empty(x_bsi.shape), a_ir.new_empty(len(x_bsi), *a_ir.shape)
     # `kept` holds on to copies while the kernel reads them.
     scan, kept = describe(*inputs)
     # No result of the forward depends on how channels are shared out: give every thread some.
@@ -86,6 +89,11 @@ def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]
     """The gradients of the float inputs, empty where `needs` says no."""
     *inputs, needs = inputs_and_needs
     dy_bsi, d_last_bir = output_grads
+    if inputs[0].dtype == torch.bfloat16 and inputs[2].shape[1] > RUN:
+        # Gradients are added up run by run of states: in float32.
+        wide = (t.float() if isinstance(t, Tensor) and t.dtype == torch.bfloat16 else t for t in inputs)
+        found = backward([dy_bsi.float(), d_last_bir], *wide, needs)
+        return [d.to(t.dtype) if t is not None else d for d, t in zip(found, inputs, strict=False)]
     x_bsi, dt_bsi, a_ir, b_bsgr, c_bsgr, *_ = inputs
     scan, kept = describe(*inputs)
     parts = -(-scan.channels // PART_CHANNELS)
@@ -96,7 +104,9 @@ def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]
         **{"skip": x_bsi.shape[::2], "z": x_bsi.shape, "dt_bias": x_bsi.shape[::2]},
     }
     wanted = dict(zip(shapes, needs, strict=True))
-    grads = {name: x_bsi.new_empty(shape if wanted[name] else 0) for name, shape in shapes.items()}
+    narrow = ("x", "dt", "z")
+    dtypes = {name: x_bsi.dtype if name in narrow else torch.float32 for name in shapes}
+    grads = {name: x_bsi.new_empty(shape if wanted[name] else 0, dtype=dtypes[name]) for name, shape in shapes.items()}
     dy, d_last = along_channels(dy_bsi), d_last_bir.contiguous()
     into = {name: pointer(grad) if wanted[name] else None for name, grad in grads.items()}
     run(
@@ -119,7 +129,8 @@ def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]
     for name in ("a", "b", "c", "skip", "dt_bias"):
         if wanted[name]:
             grads[name] = grads[name].sum(0) if len(grads[name]) != 1 else grads[name][0]
+    grads["b"], grads["c"] = grads["b"].to(b_bsgr.dtype), grads["c"].to(c_bsgr.dtype)
     return list(grads.values())
 
 
-SELECTIVE_SCAN.implement(CPU, forward, backward, casts=True)
+SELECTIVE_SCAN.implement(CPU, forward, backward, casts=True, narrow=(0, 1, 3, 4, 7))

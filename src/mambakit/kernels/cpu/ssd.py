@@ -1,4 +1,8 @@
-"""The SSD core, `serial_recalculated`: float32 inside, whatever floats come in."""
+"""The SSD core, `serial_recalculated`: states, decays and sums in float32, whatever floats come in.
+
+Values, B and C in bfloat16 are read and written as such; where the processor multiplies bfloat16, they and what meets
+them in a product are its factors. See `ssd_factors.h`.
+"""
 
 from typing import Any
 
@@ -22,9 +26,9 @@ def tokens_of(rows: int, v_bsmhp: Tensor) -> int:
     return max(rows // max(v_bsmhp.shape[2], 1), 1)
 
 
-def _in_place(tensor: Tensor) -> Tensor:
-    """In float32 with contiguous inner axes: as it is if it may be, so that views of a projection are not copied."""
-    tensor = tensor.to(torch.float32)
+def _in_place(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """In `dtype` with contiguous inner axes: as it is if it may be, so that views of a projection are not copied."""
+    tensor = tensor.to(dtype)
     return tensor if tensor.numel() == 0 or tensor[0, 0].is_contiguous() else tensor.contiguous()
 
 
@@ -36,7 +40,9 @@ class _Inputs:
     """What both kernels read, and the tensors they point into."""
 
     def __init__(self, sequence: list[Tensor], state_bhpr: Tensor, segments_bs: Tensor | None, chunk_len: int):
-        self.sequence = [_in_place(tensor) for tensor in sequence]
+        narrow = all(tensor.dtype == torch.bfloat16 for tensor in sequence[:3])
+        self.dtype = torch.bfloat16 if narrow else torch.float32
+        self.sequence = [*(_in_place(t, self.dtype) for t in sequence[:3]), *map(_in_place, sequence[3:])]
         self.state_bhpr = state_bhpr.to(torch.float32).contiguous()
         self.segments_bs = None if segments_bs is None else segments_bs.to(torch.int64).contiguous()
         b, s, m, h, p = sequence[0].shape
@@ -59,6 +65,7 @@ class _Inputs:
             w_later_bsh=w_later_bsh,
             segments_bs=pointer(self.segments_bs),
             state_bhpr=pointer(self.state_bhpr),
+            narrow=narrow,
         )
 
 
@@ -66,7 +73,7 @@ def forward(*inputs: Any) -> list[Tensor]:
     *sequence, state_bhpr, segments_bs, chunk_len = inputs
     v_bsmhp = sequence[0]
     given = _Inputs(sequence, state_bhpr, segments_bs, chunk_len or tokens_of(FORWARD_ROWS, v_bsmhp))
-    y_bsmhp, last_bhpr = empty(*v_bsmhp.shape), torch.empty(state_bhpr.shape)
+    y_bsmhp, last_bhpr = empty(*v_bsmhp.shape, dtype=given.dtype), torch.empty(state_bhpr.shape)
     run(SsdForward(inputs=given.arguments, y_bsmhp=pointer(y_bsmhp), last_bhpr=pointer(last_bhpr)))
     return [y_bsmhp.to(v_bsmhp.dtype), last_bhpr]
 
@@ -76,8 +83,11 @@ def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]
     v_bsmhp, b_bsmgr, _, da_bsh, *_ = sequence
     given = _Inputs(sequence, state_bhpr, segments_bs, chunk_len or tokens_of(BACKWARD_ROWS, v_bsmhp))
     inputs = (*sequence, state_bhpr)
-    grads = [empty(*tensor.shape) for tensor in inputs]
-    d_y_bsmhp, d_last_bhpr = _in_place(output_grads[0]), output_grads[1].to(torch.float32).contiguous()
+    # Heads of a group add to the same B and C: in float32.
+    sides = given.dtype if b_bsmgr.shape[3] == v_bsmhp.shape[3] else torch.float32
+    dtypes = (given.dtype, sides, sides, *[torch.float32] * 4)
+    grads = [empty(*tensor.shape, dtype=dtype) for tensor, dtype in zip(inputs, dtypes, strict=True)]
+    d_y_bsmhp, d_last_bhpr = _in_place(output_grads[0], given.dtype), output_grads[1].to(torch.float32).contiguous()
     shares = _shares(b_bsmgr, da_bsh)
     d_v, d_b, d_c, d_da, d_w_now, d_w_later, d_state = map(pointer, grads)
     run(
@@ -92,6 +102,7 @@ def backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor]
             d_w_now_bsh=d_w_now,
             d_w_later_bsh=d_w_later,
             d_state_bhpr=d_state,
+            narrow_sides=sides == torch.bfloat16,
             ranges=len(shares) + 1,
             shares=pointer(shares),
         )

@@ -24,40 +24,42 @@ Matrix{int64_t format, rows, columns, group; pointer weight, scales, bias;}
 Matvec{Matrix matrix; int64_t batch; pointer x, y;} matvec(Matvec)
 ReadMemory{pointer data; int64_t floats; pointer result;} read_memory(ReadMemory)
 Conv{int64_t batch, length, width, taps; pointer x; int64_t x_batch, x_token; pointer weight, bias, window; int64_t
-  window_batch; pointer segments, lengths; bool with_silu;}
+  window_batch; pointer segments, lengths; bool with_silu, narrow;}
 ConvForward{Conv inputs; pointer y; int64_t y_batch, y_token; pointer after; int64_t after_batch;}
   causal_conv(ConvForward)
 ConvBackward{Conv inputs; pointer d_y; int64_t d_y_batch, d_y_token; pointer d_after; int64_t after_batch; pointer
   d_x; int64_t d_x_batch, d_x_token; pointer d_weight, d_bias, d_window; int64_t d_window_batch;}
   causal_conv_backward(ConvBackward)
 Finish{int64_t rows, ranks, width, group; pointer y; int64_t y_row; pointer x; int64_t x_row; pointer skip, z; int64_t
-  z_row; pointer mimo_x, mimo_z, mimo_o, weight; int64_t order; float eps;}
+  z_row; pointer mimo_x, mimo_z, mimo_o, weight; int64_t order; float eps; bool narrow;}
 FinishForward{Finish inputs; pointer out;} finish(FinishForward)
 FinishBackward{Finish inputs; pointer d_out; int64_t d_out_row; pointer d_y, d_x, d_z, sums;}
   finish_backward(FinishBackward)
-Ranks{int64_t rows, ranks, width; pointer x; int64_t x_row; pointer weight;}
+Ranks{int64_t rows, ranks, width; pointer x; int64_t x_row; pointer weight; bool narrow;}
 ExpandRanks{Ranks inputs; pointer v;} expand_ranks(ExpandRanks)
 ExpandRanksBackward{Ranks inputs; pointer d_v, d_x, d_weight;} expand_ranks_backward(ExpandRanksBackward)
 Turns{int64_t batch, length, heads, angles; pointer rot; int64_t rot_batch, rot_token; pointer dt; double range;
   pointer before, segments;}
 Pairs{int64_t state, angles; bool neighbours;}
 Side{pointer x; int64_t x_batch, x_token; pointer weight, bias;}
-Prepare{Turns turns; Pairs pairs; int64_t ranks, groups; float eps; Side b, c; pointer entering;}
+Prepare{Turns turns; Pairs pairs; int64_t ranks, groups; float eps; Side b, c; pointer entering; bool
+  narrow;}
 PrepareForward{Prepare inputs; pointer b, c, after;} mamba3_prepare(PrepareForward)
 PrepareBackward{Prepare inputs; pointer d_b_out, d_c_out, d_after, d_theta, d_b, d_c, d_rot, d_dt, d_before, sums;}
   mamba3_prepare_backward(PrepareBackward)
 PerToken{pointer data; int64_t row, token, group;}
 Scan{int64_t rows, tokens, groups, channels, rank, part_channels, softplus; PerToken x, dt, z, b, c; pointer a_ir,
-  state_bir, skip_i, dt_bias_i, fresh_bs;}
+  state_bir, skip_i, dt_bias_i, fresh_bs; bool narrow;}
 ScanForward{Scan inputs; pointer y_bsi, last_bir;} selective_scan(ScanForward)
 ScanBackward{Scan inputs; PerToken dy; pointer d_last_bir, dx_bsi, d_dt_bsi, dz_bsi, da_bir, db_kbsgr, dc_kbsgr,
   d_state_bir, d_skip_bi, d_dt_bias_bi;} selective_scan_backward(ScanBackward)
 Sequence{pointer data; int64_t batch_stride, token_stride;}
 Ssd{int64_t b, s, m, h, p, g, r, chunk_len; Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
-  pointer segments_bs, state_bhpr;}
+  pointer segments_bs, state_bhpr; bool narrow;}
 SsdForward{Ssd inputs; pointer y_bsmhp, last_bhpr;} ssd_forward(SsdForward)
 SsdBackward{Ssd inputs; Sequence d_y_bsmhp; pointer d_last_bhpr, d_v_bsmhp, d_b_bsmgr, d_c_bsmgr, d_da_bsh,
-  d_w_now_bsh, d_w_later_bsh, d_state_bhpr; int64_t ranges; pointer shares;} ssd_backward(SsdBackward)
+  d_w_now_bsh, d_w_later_bsh, d_state_bhpr; bool narrow_sides; int64_t ranges; pointer shares;}
+  ssd_backward(SsdBackward)
 Mamba1Step{int64_t channels, r, k; pointer conv_weight, conv_bias, A_log, A, D;}
 Mamba1StepConv{Mamba1Step step; int64_t batch; pointer projected, window_in, window_out, x, reset;}
   mamba1_step_conv(Mamba1StepConv)
@@ -80,7 +82,7 @@ Norm{pointer weight, bias; int64_t width, centred; double eps; float scale;}
 Mamba1Part{Mamba1Step step; Matrix in_proj, x_proj, dt_proj, out_proj; bool dt_b_c_norm; pointer dt_norm,
   B_norm, C_norm; float norm_eps; pointer window, state;}
 Mamba2Part{Mamba2Step step; Matrix in_proj, out_proj; float z_scale, x_scale, B_scale, C_scale, dt_scale; pointer
-  window, state, notes;}
+  window, state, notes, narrow_state;}
 Mamba3Part{Mamba3Step step; Matrix in_proj, out_proj; pointer state, k_state, v_state, angle, notes;}
 MlpStep{int64_t activation; bool gated; float gate_scale;}
 MlpPart{MlpStep step; Matrix fc1, fc2;}

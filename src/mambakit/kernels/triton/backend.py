@@ -71,9 +71,11 @@ def warn(operation: str, tensors: Sequence[Tensor | None]) -> None:
 
 
 def verdict(operation: str, device: str, dtype: torch.dtype) -> str | None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    proof = importlib.import_module("mambakit.kernels.triton.prove")
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if capturing and not proof.is_known(operation, device, dtype):
         return "it has not proved itself on this device, which a graph's capture cannot wait for: run mambakit doctor"
-    return importlib.import_module("mambakit.kernels.triton.prove").verdict(operation, device, dtype)
+    return proof.verdict(operation, device, dtype)
 
 
 # A compiler asks once, as above.

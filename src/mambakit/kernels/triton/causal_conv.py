@@ -21,7 +21,7 @@ class Inputs:
     def __init__(self, *inputs: Any):
         x_bsv, weight_vk, bias_v, window_bvk, segments_bs, lengths_b, self.widths, silu = inputs
         self.x = x_bsv if x_bsv.stride(2) == 1 or x_bsv.shape[2] < 2 else x_bsv.contiguous()
-        others = (weight_vk, bias_v, window_bvk, segments_bs, lengths_b)
+        others = (weight_vk, bias_v, window_bvk, segments_bs if x_bsv.shape[1] else None, lengths_b)
         others = [None if t is None else t.contiguous() for t in others]
         self.weight, self.bias, self.window, self.segments, self.lengths = others
         (self.b, self.s, self.v), self.k = x_bsv.shape, weight_vk.shape[1]
@@ -70,7 +70,7 @@ def why_not(x_bsv: Tensor, weight_vk: Tensor, bias_v: Tensor | None, window_bvk:
         return f"it got {weight_vk.shape[1]} taps, at most {TAPS} are unrolled"
     if window_bvk is not None and window_bvk.dtype != x_bsv.dtype:
         return f"it got a window of {window_bvk.dtype} beside tokens of {x_bsv.dtype}"
-    return why_refused("causal_conv, backward", x_bsv.dtype, x_bsv.device) if torch.is_grad_enabled() else None
+    return why_refused("causal_conv", x_bsv.dtype, x_bsv.device)
 
 
 implement(CAUSAL_CONV, convolve, convolve_backward, why_not)

@@ -10,6 +10,7 @@ from torch import Tensor
 from mambakit.kernels.triton.backend import implement
 from mambakit.kernels.triton.launch import launch, parts, power_of_two
 from mambakit.kernels.triton.norm import finish
+from mambakit.kernels.triton.tiles import why_refused
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, MAMBA2_STEP, MAMBA3_STEP
 from mambakit.ops.norm import GATE_FIRST, NO_NORM, NORM_FIRST
 from mambakit.ops.operation import TorchOperation
@@ -133,18 +134,32 @@ def mamba3_step(*inputs: Any) -> list[Tensor]:
     return found
 
 
-def why_too_large(state_bhpr: Tensor) -> str | None:
-    p, r = state_bhpr.shape[2:]
-    return f"it got a state of {p} x {r} per head, at most {STATE} fit" if block(p) * block(r) > STATE else None
+def why_not(state: Tensor, name: str) -> str | None:
+    p, r = state.shape[-2:]
+    if state.dim() == 4 and block(p) * block(r) > STATE:
+        return f"it got a state of {p} x {r} per head, at most {STATE} fit"
+    return why_refused(name, torch.float32, state.device)
+
+
+def why_not_mamba1(*tensors: Tensor | None) -> str | None:
+    # A block asks with a few of them before it has the others; the state alone has three axes.
+    state = next(tensor for tensor in tensors if tensor is not None and tensor.dim() == 3)
+    return why_not(state, f"mamba1_step {state.shape[2]}")
+
+
+def why_not_mamba2(projected: Tensor, window: Tensor, state: Tensor, *_: Any) -> str | None:
+    return why_not(state, f"mamba2_step {state.shape[2]}x{state.shape[3]}")
 
 
 def why_not_mamba3(
-    projected: Tensor, state_bhpr: Tensor, k_state: Tensor, v_state: Tensor, rotation: Tensor, *_: Tensor | None
+    projected: Tensor, state: Tensor, k_state: Tensor, v_state: Tensor, rotation: Tensor, *_: Any
 ) -> str | None:
-    return "it has no rotation by quaternions" if rotation.dim() == 4 else why_too_large(state_bhpr)
+    if rotation.dim() == 4:
+        return "it has no rotation by quaternions"
+    return why_not(state, f"mamba3_step {state.shape[2]}x{state.shape[3]}, ranks {k_state.shape[1]}")
 
 
-implement(MAMBA1_STEP_CONV, mamba1_step_conv)
-implement(MAMBA1_STEP, mamba1_step)
-implement(MAMBA2_STEP, mamba2_step, why_not=lambda projected, window, state, *_: why_too_large(state))
+implement(MAMBA1_STEP_CONV, mamba1_step_conv, why_not=lambda projected, window, *_: why_not(window, "mamba1_step_conv"))
+implement(MAMBA1_STEP, mamba1_step, why_not=why_not_mamba1)
+implement(MAMBA2_STEP, mamba2_step, why_not=why_not_mamba2)
 implement(MAMBA3_STEP, mamba3_step, why_not=why_not_mamba3)

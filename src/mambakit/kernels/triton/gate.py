@@ -21,6 +21,7 @@ from torch import Tensor
 from mambakit.kernels.triton.launch import Launch, function
 from mambakit.kernels.triton.shapes import Shape, shapes
 from mambakit.kernels.triton.source import source_hash
+from mambakit.kernels.triton.ssd import cut
 from mambakit.kernels.triton.tiles import CANDIDATES, TABLE, Tiles
 from mambakit.kernels.triton.tiles import key_of as tiles_key
 
@@ -104,14 +105,14 @@ def why_not(target: str, found: dict[str, int], needs_matrix: bool) -> str | Non
 
 def with_tiles(call: Launch, tiles: Tiles) -> Launch:
     """The launch as it would be with these tiles."""
-    sizes = {"BT": max(tiles.BT, call.sizes["MP"]), "BP": tiles.BP, "BR": tiles.BR}
-    return call._replace(sizes=call.sizes | sizes, warps=tiles.warps, stages=tiles.stages)
+    return call._replace(sizes=call.sizes | cut(tiles, call.sizes), warps=tiles.warps, stages=tiles.stages)
 
 
-def judge(target: str, shape: Shape, launches: list[Launch]) -> tuple[dict[str, dict[str, int]], str | None]:
+def judge(target: str, launches: list[Launch]) -> tuple[dict[str, dict[str, int]], str | None]:
     """What the binaries of a shape's kernels say, and why one of them does not pass."""
     found: dict[str, dict[str, int]] = {}
-    for call in launches:
+    # What takes most registers first: where it does not fit, the rest need not be compiled.
+    for call in sorted(launches, key=lambda call: call.kernel != "ssd.grad_values"):
         name = call.kernel + (" back" if call.sizes.get("BACK") else "")
         if name in found:
             continue
@@ -126,20 +127,23 @@ def judge(target: str, shape: Shape, launches: list[Launch]) -> tuple[dict[str, 
 
 
 def run(target: str, shape: Shape, chosen: dict[str, list[int]]) -> dict[str, Any]:
-    """A row of the table; for the core, `chosen` gets the first tiles that fit a pass."""
+    """A row of the table; the core's has the first tiles that fit, or the last that do not.
+
+    What was too large for one head, or for fewer digits or ranks, is not tried again: `chosen` has what fitted so far.
+    """
     row: dict[str, Any] = {"target": target, "shape": shape.name, "dtype": str(shape.dtype).removeprefix("torch.")}
     if not shape.name.startswith("ssd"):
-        found, reason = judge(target, shape, shape.launches)
+        found, reason = judge(target, shape.launches)
         return row | {"kernels": found, "reason": reason}
-    pass_ = "backward" if shape.name.endswith("backward") else "forward"
-    sizes = shape.launches[0].sizes
-    key = tiles_key(pass_, sizes["IN"], sizes["M"])
-    tried = [Tiles(*chosen[key])] if key in chosen else CANDIDATES[pass_]
-    for tiles in tried:
-        found, reason = judge(target, shape, [with_tiles(call, tiles) for call in shape.launches])
+    pass_, size = "backward" if shape.name.endswith("backward") else "forward", shape.launches[0].sizes
+    row["key"] = [pass_, size["IN"], size["M"], f"{size['P']}x{size['R']}x{size['M']}"]
+    tried = [list(tiles) for tiles in CANDIDATES[pass_]]
+    easier = [tiles_key(pass_, parts, ranks) for parts in (1, size["IN"]) for ranks in (1, size["M"])]
+    first = max(tried.index(chosen.get(key, tried[0])) for key in easier)
+    for tiles in CANDIDATES[pass_][first:]:
+        found, reason = judge(target, [with_tiles(call, tiles) for call in shape.launches])
         row |= {"tiles": list(tiles), "kernels": found, "reason": reason}
         if reason is None:
-            chosen[key] = list(tiles)
             break
     return row
 
@@ -153,15 +157,30 @@ def read_table(file: Path) -> dict[str, Any]:
     return table
 
 
+def write_table(table: dict[str, Any], file: Path) -> None:
+    """Whole or not at all: compiling is stopped and gone on with. A row is a line."""
+    rows = ",\n".join(json.dumps(row) for row in table["rows"])
+    head = json.dumps({name: value for name, value in table.items() if name != "rows"})
+    draft = file.with_suffix(".draft")
+    draft.write_text(f'{head[:-1]}, "rows": [\n{rows}\n]}}\n', "utf-8")
+    draft.replace(file)
+
+
 def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["target"], row["shape"], row["dtype"]
 
 
 def add(table: dict[str, Any], row: dict[str, Any]) -> None:
+    """A row, and what follows from it: tiles for its head and for those that were not compiled, or a refusal."""
     table["rows"].append(row)
     if row["reason"] is not None:
         name = f"{row['shape']}, {row['dtype']}"
         table["refused"].setdefault(row["target"], {})[name] = f"the compile gate refused it: {row['reason']}"
+    elif "tiles" in row:
+        chosen, (pass_, parts, ranks, head) = table["tiles"].setdefault(row["target"], {}), row["key"]
+        chosen[tiles_key(pass_, parts, ranks, head)] = row["tiles"]
+        common, tried = tiles_key(pass_, parts, ranks), [list(tiles) for tiles in CANDIDATES[pass_]]
+        chosen[common] = max(chosen.get(common, row["tiles"]), row["tiles"], key=tried.index)
 
 
 def take_over(table: dict[str, Any], other: dict[str, Any]) -> None:
@@ -169,8 +188,6 @@ def take_over(table: dict[str, Any], other: dict[str, Any]) -> None:
     for row in other["rows"]:
         if key_of(row) not in known:
             add(table, row)
-    for target, tiles in other["tiles"].items():
-        table["tiles"].setdefault(target, {}).update(tiles)
 
 
 def main() -> None:
@@ -191,9 +208,9 @@ def main() -> None:
                     continue
                 row = run(target, shape, table["tiles"].setdefault(target, {}))
                 add(table, row)
-                args.into.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+                write_table(table, args.into)
                 print(target, row["shape"], row["dtype"], row.get("tiles", ""), row["reason"] or "fits", flush=True)
-    args.into.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+    write_table(table, args.into)
 
 
 if __name__ == "__main__":

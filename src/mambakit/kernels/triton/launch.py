@@ -44,6 +44,11 @@ def parts(size: int, step: int) -> int:
     return -(-size // step)
 
 
+def most_programs(warps: int) -> int:
+    """Of one launch: a grid has 31 bits, and on AMD its threads, up to 64 a warp, have 32."""
+    return (2**32 - 1) // (64 * warps) if torch.version.hip else 2**31 - 1
+
+
 def function(kernel: str) -> Any:
     file, name = kernel.split(".")
     return getattr(importlib.import_module(f"mambakit.kernels.triton.code.{file}"), name)
@@ -53,6 +58,10 @@ def launch(kernel: str, programs: int, *arguments: Any, warps: int = 4, stages: 
     """Start `programs` programs of a kernel on the device of its first tensor; none is no launch."""
     if programs == 0:
         return
+    if programs > most_programs(warps):
+        raise ValueError(
+            f"{kernel} would be {programs} programs, at most {most_programs(warps)} fit: use smaller parts"
+        )
     if _records:
         _records[-1].append(Launch(kernel, programs, arguments, sizes, warps, stages))
         return

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mambakit.kernels.triton.backend import implement
 from mambakit.kernels.triton.launch import launch, parts, power_of_two
+from mambakit.kernels.triton.tiles import why_refused
 from mambakit.ops.mamba3_prepare import MAMBA3_PREPARE
 from mambakit.ops.rotation import running_angle
 from mambakit.ops.segments import before_segment
@@ -108,8 +109,10 @@ def turn_backward(
 
 
 def why_not(b_bsmgr: Tensor, *_: Any) -> str | None:
-    r = b_bsmgr.shape[-1]
-    return f"it got states of {r}, at most {WIDEST} fit" if r > WIDEST else None
+    m, r = b_bsmgr.shape[2], b_bsmgr.shape[4]
+    if r > WIDEST:
+        return f"it got states of {r}, at most {WIDEST} fit"
+    return why_refused(f"mamba3_prepare {r}, ranks {m}", b_bsmgr.dtype, b_bsmgr.device)
 
 
 implement(MAMBA3_PREPARE, prepare, prepare_backward, why_not)

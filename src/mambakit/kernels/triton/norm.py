@@ -6,32 +6,34 @@ import torch
 from torch import Tensor
 
 from mambakit.kernels.triton.backend import implement
-from mambakit.kernels.triton.launch import launch, parts, power_of_two
+from mambakit.kernels.triton.launch import launch, most_programs, parts, power_of_two
 from mambakit.kernels.triton.tiles import why_refused
-from mambakit.ops.norm import FINISH
+from mambakit.ops.norm import FINISH, NO_NORM
 
-WIDEST = 16_384
-"""Most channels of a group: a program holds one."""
-WIDE = 1536
+BLOCK = 2048
+"""Most channels at a time: a wider group is gone through in parts."""
 ROWS = 32
 """Rows whose shares of the parameters' gradients one program adds up."""
+GATED = ((1536, 1), (5120, 1), (64, 4))
+"""Groups and ranks that the compile gate takes for all: in one part, in several, and of one head."""
 
 
 class Inputs:
-    """What both kernels read, laid out as they read it."""
+    """What the kernels read, laid out as they read it."""
 
     def __init__(self, y_Nmi: Tensor, *others: Any):
         *tensors, group, order, eps = others
         x_Ni, skip_i, z_Ni, *rest = tensors
         self.y, self.x, self.z = in_rows(y_Nmi), *(None if t is None else in_rows(t) for t in (x_Ni, z_Ni))
-        skip, *rest = (None if t is None else t.contiguous() for t in (skip_i, *rest))
-        self.tensors = (self.y, self.x, skip, self.z, *rest)
+        self.skip, *self.rest = (None if t is None else t.contiguous() for t in (skip_i, *rest))
+        self.tensors = (self.y, self.x, self.skip, self.z, *self.rest)
         self.strides = [0 if t is None else t.stride(0) for t in (self.y, self.x, self.z)]
         self.n, self.m, self.i = y_Nmi.shape
         self.eps, self.groups = eps, self.i // group
-        block = power_of_two(group)
+        block = min(power_of_two(group), BLOCK)
+        self.parts = parts(group, block)
         self.sizes = {"WIDTH": self.i, "GROUP": group, "M": self.m, "ORDER": order, "BLOCK": block}
-        self.warps = 8 if block > 4096 else 4
+        self.warps = min(max(block // 128, 1), 8)
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -43,15 +45,26 @@ def in_rows(x: Tensor) -> Tensor:
 def finish(*inputs: Any) -> list[Tensor]:
     given = Inputs(*inputs)
     out_Ni = given.y.new_empty(given.n, given.i)
-    numbers = (*given.strides, given.eps)
-    launch("norm.finish", given.n * given.groups, *given.tensors, out_Ni, *numbers, warps=given.warps, **given.sizes)
+    numbers, sizes = (*given.strides, given.eps), given.sizes | {"MP": power_of_two(given.m)}
+    # Small groups are many: more of them than a device takes at once are several launches.
+    rows = max(most_programs(given.warps) // max(given.groups, 1), 1)
+    for n in range(0, given.n, rows):
+        y, x, z, out = (None if t is None else t[n : n + rows] for t in (given.y, given.x, given.z, out_Ni))
+        programs = min(rows, given.n - n) * given.groups
+        tensors = (y, x, given.skip, z, *given.rest, out)
+        launch("norm.finish", programs, *tensors, *numbers, warps=given.warps, **sizes)
     return [out_Ni]
 
 
 def finish_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor | None]:
     *inputs, _ = inputs_and_needs
     given, (n, m, i) = Inputs(*inputs), inputs[0].shape
-    blocks = parts(n, ROWS)
+    blocks, d_out, options = parts(n, ROWS), grads[0].contiguous(), given.sizes | {"warps": given.warps}
+    means = None
+    if given.parts > 1 and given.sizes["ORDER"] != NO_NORM:
+        means = d_out.new_empty(n, m, given.groups, 2, dtype=torch.float32)
+        numbers = (*given.strides, given.eps)
+        launch("norm.finish_means", n * m * given.groups, *given.tensors, d_out, means, *numbers, **options)
     d_y_Nmi = inputs[0].new_empty(n, m, i)
     # Each rank has its own share of what they read in common.
     shares = [
@@ -59,11 +72,9 @@ def finish_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor 
         for t in (given.x, given.z)
     ]
     sums = d_y_Nmi.new_empty(blocks, 5, m, i, dtype=torch.float32)
-    written = (grads[0].contiguous(), d_y_Nmi, *shares, sums)
-    numbers = (*given.strides, n, blocks, given.eps)
-    programs = blocks * given.groups * m
-    sizes = {**given.sizes, "ROWS": ROWS}
-    launch("norm.finish_backward", programs, *given.tensors, *written, *numbers, warps=given.warps, **sizes)
+    written, numbers = (d_out, means, d_y_Nmi, *shares, sums), (*given.strides, n, given.eps)
+    programs = blocks * given.groups * given.parts * m
+    launch("norm.finish_backward", programs, *given.tensors, *written, *numbers, ROWS=ROWS, **options)
     d_x_Ni, d_z_Ni = (None if t is None else t[:, 0] if m == 1 else t.sum(1) for t in shares)
     d_skip, d_weight, *d_mimo = sums.sum(0).unbind(0)
     # Copies, because an operator may not return views of one tensor.
@@ -71,15 +82,9 @@ def finish_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor 
     return [None if d is None or t is None else d.to(t.dtype) for d, t in zip(found, inputs, strict=False)]
 
 
-def why_not(*tensors: Any) -> str | None:
-    x = tensors[0]
-    width = x.shape[-1] if x.dim() else 0
-    if width > WIDEST:
-        return f"it got {width} channels, at most {WIDEST} fit"
-    # The gate's group of 1536 channels stands for all wide ones.
-    if width < WIDE or not torch.is_grad_enabled():
-        return None
-    return why_refused(f"finish {WIDE}, ranks 1, backward", x.dtype, x.device)
+def why_not(y_Nmi: Tensor, *_: Any) -> str | None:
+    shapes = [f"finish {group}, ranks {ranks}" for group, ranks in GATED]
+    return next(filter(None, (why_refused(shape, y_Nmi.dtype, y_Nmi.device) for shape in shapes)), None)
 
 
 implement(FINISH, finish, finish_backward, why_not)

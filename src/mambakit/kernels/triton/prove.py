@@ -106,7 +106,7 @@ def conv_cases() -> dict[str, Case]:
 
 def finish_cases() -> dict[str, Case]:
     found = {}
-    for i, group, m, first in ((1536, 1536, 1, False), (96, 48, 4, True)):
+    for i, group, m, first in ((1536, 1536, 1, False), (2560, 2560, 1, False), (96, 48, 4, True)):
         draw, (b, s) = drawer(), (2, 9)
         tensors = {"y_bsmi": draw(b, s, m, i), "x_bsi": draw(b, s, i), "skip_i": draw(i), "z_bsi": draw(b, s, i)}
         tensors["weight_i"] = draw(i)
@@ -246,10 +246,19 @@ def verdict_file(device: torch.device) -> Path:
     return cache_folder() / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.json"
 
 
+def kept(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def is_known(operation: str, device: str, dtype: torch.dtype) -> bool:
+    """Whether a verdict can be given without running anything."""
+    return f"{operation} {dtype}" in kept(verdict_file(torch.device(device)))
+
+
 def findings(operation: str, device: torch.device, dtype: torch.dtype) -> list[Finding]:
     """What was found before, or is found now and kept."""
     file, key = verdict_file(device), f"{operation} {dtype}"
-    known = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    known = kept(file)
     if key not in known:
         _now.proving = True
         try:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mambakit.kernels.triton.backend import implement
 from mambakit.kernels.triton.launch import launch, parts, power_of_two
+from mambakit.kernels.triton.tiles import why_refused
 from mambakit.ops.selective_scan import SELECTIVE_SCAN
 
 CHUNK = 32
@@ -62,13 +63,17 @@ def scan_backward(grads: list[Tensor], *inputs_and_needs: Any) -> list[Tensor | 
     scratch = torch.empty(given.programs, CHUNK + 1, given.sizes["BI"], given.sizes["BR"], **wide)
     read = (*given.before, *given.after, kept, dy, d_last, scratch)
     written = (d_x, d_dt, d_a, d_b, d_c, d_state, d_skip, d_z, d_bias)
-    launch("selective_scan.scan_backward", given.programs, *read, *written, given.s, given.chunks, **given.sizes)
+    lengths = (given.s, given.chunks)
+    launch("selective_scan.scan_backward", given.programs, *read, *written, *lengths, warps=8, **given.sizes)
     every = (d_x, d_dt, d_a.sum(0), d_b.sum(0), d_c.sum(0), d_state, d_skip.sum(0), d_z, d_bias.sum(0))
     return [None if d is None or t is None else d.to(t.dtype) for d, t in zip(every, inputs, strict=False)]
 
 
 def why_not(x_bsi: Tensor, dt_bsi: Tensor, a_ir: Tensor, *_: Any) -> str | None:
-    return f"it got states of {a_ir.shape[1]}, at most {LARGEST} fit" if a_ir.shape[1] > LARGEST else None
+    r = a_ir.shape[1]
+    if r > LARGEST:
+        return f"it got states of {r}, at most {LARGEST} fit"
+    return why_refused(f"selective_scan {r}", x_bsi.dtype, x_bsi.device)
 
 
 implement(SELECTIVE_SCAN, scan, scan_backward, why_not)

@@ -11,8 +11,10 @@ from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.launch import Launch, recording
 from mambakit.ops.norm import GATE_FIRST, NORM_FIRST
 
-HEADS = ((64, 128, 1), (64, 128, 4), (128, 64, 1), (128, 128, 4))
-"""Channels, state and ranks of a head: Mamba-2 and Mamba-3 as published, and what their presets allow."""
+HEADS = ((64, 128, 1), (64, 128, 4), (64, 64, 1), (64, 16, 1), (128, 128, 1), (128, 64, 4))
+"""Channels, state and ranks of a head: Mamba-2 and Mamba-3 as published, and what lies around them."""
+IN_FLOAT32 = ((64, 128, 1), (64, 16, 1), (128, 64, 4))
+"""Of these, in float32: every channel count, state and rank once."""
 WIDTH, TOKENS = 1536, 256
 
 
@@ -38,6 +40,7 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
     def wide(*sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=torch.float32, device="meta")
 
+    heads = IN_FLOAT32 if dtype == torch.float32 else HEADS
     segments, needs = torch.empty((2, TOKENS), dtype=torch.int64, device="meta"), [True] * 9
 
     def core(p: int, r: int, m: int) -> Iterator[Shape]:
@@ -49,19 +52,19 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
         backward = recorded(ssd.backward, EXACT, grads, *inputs, needs)
         yield Shape(f"ssd {p}x{r}, ranks {m}, backward", dtype, backward)
 
-    yield from core(*HEADS[0])
     x = data(2, TOKENS, WIDTH)
     conv = (x, data(WIDTH, 4), data(WIDTH), data(2, WIDTH, 4), segments, None, [WIDTH], True)
     yield Shape("causal_conv", dtype, recorded(causal_conv.convolve, *conv))
     yield Shape("causal_conv, backward", dtype, recorded(causal_conv.convolve_backward, [x, conv[3]], *conv, needs))
-    for m, group, order in ((1, WIDTH, GATE_FIRST), (4, 64, NORM_FIRST)):
-        rows, ranks = data(TOKENS, WIDTH), data(m, WIDTH) if m > 1 else None
-        finish = (data(TOKENS, m, WIDTH), rows, data(WIDTH), rows, ranks, ranks, ranks, data(WIDTH), group, order, 1e-5)
+    for group, m in norm.GATED:
+        width, order = (group, GATE_FIRST) if m == 1 else (WIDTH, NORM_FIRST)
+        rows, ranks = data(TOKENS, width), data(m, width) if m > 1 else None
+        finish = (data(TOKENS, m, width), rows, data(width), rows, ranks, ranks, ranks, data(width), group, order, 1e-5)
         yield Shape(f"finish {group}, ranks {m}", dtype, recorded(norm.finish, *finish))
         yield Shape(
             f"finish {group}, ranks {m}, backward", dtype, recorded(norm.finish_backward, [rows], *finish, needs)
         )
-    for r, m in ((128, 1), (128, 4)):
+    for r, m in dict.fromkeys((r, m) for _, r, m in heads):
         b, h = data(2, TOKENS, m, 1, r), 24
         angles = (data(2, TOKENS, r // 4), wide(2, TOKENS, h), wide(2, h, r // 4), segments, 1e-5, 1.0, True)
         prepare = (b, b, data(r), data(r), data(h, m, r), data(h, m, r), *angles)
@@ -77,7 +80,7 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
     yield Shape("selective_scan 16, backward", dtype, backward)
     if dtype == torch.float32:
         yield from steps(wide)
-    for head in HEADS[1:]:
+    for head in heads:
         yield from core(*head)
 
 
@@ -89,7 +92,7 @@ def steps(wide: Callable[..., Tensor]) -> Iterator[Shape]:
     row = wide(2, WIDTH)
     step = (wide(2, 2 * WIDTH), row, row, wide(2, 48 + 32), wide(2, WIDTH, 16), wide(WIDTH, 16), wide(WIDTH), None)
     yield Shape("mamba1_step 16", dtype, recorded(fused_step.mamba1_step, *step))
-    for p, r, m in HEADS:
+    for p, r, m in IN_FLOAT32:
         h, kept = WIDTH // p, r // 4
         v = WIDTH + 2 * r
         step = (wide(2, WIDTH + v + h), wide(2, v, 4), wide(2, h, p, r), wide(v, 4), wide(v), wide(h), wide(h), wide(h))

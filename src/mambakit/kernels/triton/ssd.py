@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mambakit.kernels.triton.backend import MODES, Precision
 from mambakit.kernels.triton.launch import launch, parts, power_of_two
-from mambakit.kernels.triton.tiles import tiles_for, why_refused
+from mambakit.kernels.triton.tiles import Tiles, tiles_for, why_refused
 from mambakit.ops.ssd import SSD
 
 RANKS = 16
@@ -26,14 +26,13 @@ class Inputs:
         self.segments = None if segments_bs is None else segments_bs.contiguous()
         b, s, m, h, p = v_bsmhp.shape
         g, r = b_bsmgr.shape[3:]
-        ranks = power_of_two(m)
         wide = max((t.dtype for t in (v_bsmhp, b_bsmgr, c_bsmgr)), key=precision.inputs.__getitem__)
-        tiles = tiles_for(pass_, precision.inputs[wide], m, v_bsmhp.device)
-        rows = min(max(power_of_two(chunk_len * ranks), 16), tiles.BT) if chunk_len else max(tiles.BT, ranks)
-        self.batch, self.length, self.chunks = b, s, parts(s, rows // ranks)
+        tiles = tiles_for(pass_, precision.inputs[wide], v_bsmhp, b_bsmgr)
+        self.sizes = {"H": h, "G": g, "P": p, "R": r, "M": m, "MP": power_of_two(m)}
+        self.sizes |= cut(tiles, self.sizes, chunk_len)
+        self.batch, self.length = b, s
+        self.chunks = parts(s, self.sizes["BT"] // self.sizes["MP"])
         self.precision = precision
-        self.sizes = {"H": h, "G": g, "P": p, "R": r, "M": m, "MP": ranks, "BT": rows}
-        self.sizes |= {"BP": min(max(power_of_two(p), 16), tiles.BP), "BR": min(max(power_of_two(r), 16), tiles.BR)}
         self.options = {"warps": tiles.warps, "stages": tiles.stages}
         self.sizes |= {"SEGMENTS": segments_bs is not None, "IN": precision.inputs[wide], "MID": precision.computed}
 
@@ -51,6 +50,15 @@ class Inputs:
         shared = (self.v, self.b, self.c, self.da, self.w_now, self.w_later, self.segments)
         lengths = (self.length, self.chunks)
         launch(name, programs * self.batch * self.chunks, *shared, *more, *lengths, **self.sizes, **self.options)
+
+
+def cut(tiles: Tiles, size: dict[str, Any], chunk_len: int = 0) -> dict[str, int]:
+    """The tiles of a call: no larger than what they are to hold, no smaller than a product's operands may be."""
+    ranks = size["MP"]
+    rows = min(max(power_of_two(chunk_len * ranks), 16), tiles.BT) if chunk_len else max(tiles.BT, ranks)
+    return {"BT": rows} | {
+        name: min(max(power_of_two(size[name[1]]), 16), most) for name, most in (("BP", tiles.BP), ("BR", tiles.BR))
+    }
 
 
 def forward(precision: Precision, *inputs: Any) -> list[Tensor]:
@@ -82,11 +90,7 @@ def why_not(v_bsmhp: Tensor, b_bsmgr: Tensor, *others: Tensor | None) -> str | N
     _, _, m, _, p = v_bsmhp.shape
     if m > RANKS:
         return f"it got {m} ranks, at most {RANKS} share a tile"
-    shape = f"ssd {p}x{b_bsmgr.shape[4]}, ranks {m}"
-    reason = why_refused(shape, v_bsmhp.dtype, v_bsmhp.device)
-    if reason is None and torch.is_grad_enabled():
-        reason = why_refused(f"{shape}, backward", v_bsmhp.dtype, v_bsmhp.device)
-    return reason
+    return why_refused(f"ssd {p}x{b_bsmgr.shape[4]}, ranks {m}", v_bsmhp.dtype, v_bsmhp.device)
 
 
 for backend, mode in MODES:

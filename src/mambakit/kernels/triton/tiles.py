@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mambakit.kernels.triton.backend import interpreted
 
@@ -23,8 +24,11 @@ class Tiles(NamedTuple):
 
 
 CANDIDATES = {
-    "forward": (Tiles(64, 64, 64, 4), Tiles(64, 32, 32, 4), Tiles(32, 32, 32, 4), Tiles(16, 32, 32, 4)),
-    "backward": (Tiles(32, 32, 32, 4), Tiles(32, 16, 16, 4), Tiles(16, 32, 32, 4), Tiles(16, 16, 16, 4)),
+    "forward": (*(Tiles(64, 64, 64, warps) for warps in (4, 8)), *(Tiles(rows, 32, 32, 4) for rows in (64, 32, 16))),
+    "backward": (
+        *(Tiles(32, 32, 32, warps) for warps in (4, 8)),
+        *(Tiles(32, 16, 16, 4), Tiles(16, 32, 32, 4), Tiles(16, 16, 16, 4)),
+    ),
 }
 """In the order in which the gate tries them; the first that fits is the table's."""
 
@@ -55,31 +59,36 @@ def target_of(index: int | None) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-def key_of(pass_: str, parts: int, ranks: int) -> str:
-    """Which tiles serve a call: by its pass, the bfloat16 numbers of an input, and whether it has ranks to sum over."""
-    return f"{pass_} {parts}" + (" ranks" if ranks > 1 else "")
+def key_of(pass_: str, parts: int, ranks: int, head: str = "") -> str:
+    """Which tiles serve a call: by its pass, the bfloat16 numbers of an input, and the size of a head; without it, for
+    heads that the gate did not see, by whether there are ranks to sum over."""
+    # Two parts fit where three do.
+    return f"{pass_} {1 if parts == 1 else 3}" + (f" {head}" if head else " ranks" if ranks > 1 else "")
 
 
-def tiles_for(pass_: str, parts: int, ranks: int, device: torch.device) -> Tiles:
+def tiles_for(pass_: str, parts: int, v_bsmhp: Tensor, b_bsmgr: Tensor) -> Tiles:
     """The table's, or what was tuned; the smallest where nobody knows the device."""
+    device, (m, _, p), r = v_bsmhp.device, v_bsmhp.shape[2:], b_bsmgr.shape[4]
     if device.type != "cuda":
         return CANDIDATES[pass_][0]
-    key = key_of(pass_, parts, ranks)
-    for found in (
-        tuned().get(torch.cuda.get_device_name(device), {}),
-        table()["tiles"].get(target_of(device.index), {}),
-    ):
-        if key in found:
-            return Tiles(*found[key])
+    tuned_ones, gates = tuned().get(torch.cuda.get_device_name(device), {}), table()["tiles"]
+    for found in (tuned_ones, gates.get(target_of(device.index), {})):
+        for head in (f"{p}x{r}x{m}", ""):
+            if (key := key_of(pass_, parts, m, head)) in found:
+                return Tiles(*found[key])
     return CANDIDATES[pass_][-1]
 
 
 def why_refused(shape: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the gate found that a shape does not fit a device."""
+    """Why the gate found that a shape does not fit a device: forward, and backward where gradients may be wanted."""
     if interpreted() or device.type != "cuda":
         return None
-    name = f"{shape}, {str(dtype).removeprefix('torch.')}"
-    return table()["refused"].get(target_of(device.index), {}).get(name)
+    refused = table()["refused"].get(target_of(device.index), {})
+    # What fits in float32 fits in float16, which has fewer parts.
+    end = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    return refused.get(f"{shape}, {end}") or (
+        refused.get(f"{shape}, backward, {end}") if torch.is_grad_enabled() else None
+    )
 
 
 why_refused._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from mambakit.compat.mamba_ssm.ops.triton.layer_norm import layer_norm_fn
 from mambakit.compat.references.scans import bimamba_inner_ref, mamba_inner_ref, selective_scan_ref
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.selective_scan import selective_scan
-from mambakit.ops.shapes import bind, check_floats
+from mambakit.ops.shapes import bind, check_floats, is_autocast
 
 __all__ = [
     "BiMambaInnerFn",
@@ -67,7 +67,7 @@ def scan_from(
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan_fn` with its last state, from a state that it may continue."""
     dtype = u.dtype
-    u, delta, A, B, C, D, z, delta_bias = in_one_precision(u, delta, A, B, C, D, z, delta_bias)
+    u, delta, A, B, C, D, z, delta_bias = in_one_precision(u, delta, A, B, C, D, z, delta_bias, may_be_complex=True)
     size = bind(u_bis=u, delta_bis=delta, A_ir=A, D_i=D, z_bis=z, delta_bias_i=delta_bias)
     b_bsgr, c_bsgr = (by_token(name, t, A, size) for name, t in (("B", B), ("C", C)))
     groups = math.lcm(b_bsgr.shape[2], c_bsgr.shape[2])
@@ -179,7 +179,7 @@ def prepared(
     size = bind(x_proj_Ri=x_proj_weight, delta_proj_iq=delta_proj_weight, A_ir=A)
     entries = A.shape[1] * (2 if A.is_complex() else 1)
     own = size.q + entries * ((B is None) + (C is None))
-    if not torch.is_autocast_enabled(xz.device.type):
+    if not is_autocast(xz.device):
         projections = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight}
         check_floats({"xz": xz, **projections})
     if A.shape[1] == 0:
@@ -238,7 +238,7 @@ def bimamba_inner_fn(*, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A
 
 def project_out(y: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A: Tensor) -> Tensor:
     bind(out_proj_weight_di=out_proj_weight, out_proj_bias_d=out_proj_bias, A_ir=A)
-    if not torch.is_autocast_enabled(y.device.type):
+    if not is_autocast(y.device):
         check_floats({"y": y, "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias})
     return F.linear(y.mT, out_proj_weight, out_proj_bias)
 

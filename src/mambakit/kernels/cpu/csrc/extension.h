@@ -6,7 +6,8 @@
 
 #include "x86.h"
 
-// Each includes those before it: int8 products (AVX-512 VNNI or AVX-VNNI), bfloat16 products (AVX-512 BF16).
+// Each includes those before it: int8 products (AVX-512 VNNI or AVX-VNNI, Arm's dot products), bfloat16 products (AVX-512
+// BF16, Arm's BF16).
 enum mk_extension : int32_t { MK_NO_EXTENSION, MK_VNNI, MK_BF16 };
 
 // Set once at load (library.cpp), to at most what mk_extension_of_<instruction set>() answers.

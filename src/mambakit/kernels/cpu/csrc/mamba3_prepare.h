@@ -5,6 +5,7 @@
 // B and C go through the same steps and share the angles. Pairs that turn are neighbours or half the state apart.
 #pragma once
 
+#include "bfloat16.h"
 #include "border.h"
 #include "rotation.h"
 #include "rows.h"
@@ -15,7 +16,7 @@ namespace MK_ISA {
 // B or C.
 struct Side {
     MK_FIELDS(Side,
-        const float* x;  // [batch, length, ranks, groups, state]
+        const void* x;  // [batch, length, ranks, groups, state]
         int64_t x_batch, x_token;
         const float* weight;  // [state]
         const float* bias;    // [heads, ranks, state]
@@ -30,6 +31,7 @@ struct Prepare {
         float eps;
         Side b, c;
         double* entering;  // room for the angles before each block, [batch, blocks, heads, angles]
+        bool narrow;       // x, the outputs and their gradients are bfloat16
     )
 
     const Side& side(int64_t which) const { return which ? c : b; }
@@ -39,9 +41,10 @@ struct Prepare {
     const float* bias_of(int64_t side, int64_t head, int64_t rank) const {
         return this->side(side).bias + (head * ranks + rank) * pairs.state;
     }
-    const float* line(int64_t side, int64_t row, int64_t t, int64_t line) const {
+    template <class Number>
+    const Number* line(int64_t side, int64_t row, int64_t t, int64_t line) const {
         const Side& from = this->side(side);
-        return from.x + row * from.x_batch + t * from.x_token + line * pairs.state;
+        return (const Number*)from.x + row * from.x_batch + t * from.x_token + line * pairs.state;
     }
 };
 
@@ -67,19 +70,21 @@ struct Workspace {
     }
 };
 
+template <class Number>
 static void norm_lines(const Prepare& all, int64_t row, int64_t t, Workspace& work) {
     for (int64_t side = 0; side < 2; side++)
         for (int64_t line = 0; line < all.lines(); line++) {
             int64_t at = side * all.lines() + line;
-            work.inverse[at] = rms_norm(all.line(side, row, t, line), all.pairs.state, all.side(side).weight, all.eps,
-                                        work.normed + at * all.pairs.state);
+            work.inverse[at] = rms_norm(all.line<Number>(side, row, t, line), all.pairs.state, all.side(side).weight,
+                                        all.eps, work.normed + at * all.pairs.state);
         }
 }
 
 // Gradients before the turn are those after it turned back; they are added to the normed line's and the bias's. What
 // each entry of the output says about its angle is added to d_turn, with the sign of the second of a pair.
+template <class Number>
 static void turn_line_backward(const Pairs& pairs, const Turn& turn, const float* normed, const float* bias,
-                               const float* d_out, float* d_normed, float* d_bias, float* d_turn) {
+                               const Number* d_out, float* d_normed, float* d_bias, float* d_turn) {
     each_turning(pairs, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
         vf cosine = load_part(turn.cosine + i, lanes), sine = load_part(turn.sine + i, lanes);
         vf own = load_part(normed + i, lanes) + load_part(bias + i, lanes);
@@ -103,8 +108,9 @@ static void angle_gradients(const Pairs& pairs, const float* d_turn, float* d_th
 }
 
 // Through the norm of one line; `n` is the normed line with its weight.
-static void norm_line_backward(const Prepare& all, const float* x, float inverse, const float* weight,
-                               const float* d_normed, float* d_x, float* d_weight) {
+template <class Number>
+static void norm_line_backward(const Prepare& all, const Number* x, float inverse, const float* weight,
+                               const float* d_normed, Number* d_x, float* d_weight) {
     vf products = {};
     each_vector(all.pairs.state, MK_BODY(int64_t i, int64_t lanes) {
         vf share = load_part(d_normed + i, lanes) * load_part(x + i, lanes) * splat(inverse);
@@ -122,7 +128,7 @@ static void norm_line_backward(const Prepare& all, const float* x, float inverse
 struct PrepareForward {
     MK_FIELDS(PrepareForward,
         Prepare inputs;
-        float *b, *c;  // [batch, length, ranks, heads, state]
+        void *b, *c;   // [batch, length, ranks, heads, state]
         float* after;  // angles after the last token, [batch, heads, angles]
     )
 };
@@ -130,16 +136,17 @@ struct PrepareForward {
 struct PrepareBackward {
     MK_FIELDS(PrepareBackward,
         Prepare inputs;
-        const float *d_b_out, *d_c_out;  // [batch, length, ranks, heads, state]
+        const void *d_b_out, *d_c_out;   // [batch, length, ranks, heads, state]
         const float* d_after;            // or null
         float* d_theta;                  // room for [batch, length, heads, angles]
-        float *d_b, *d_c;                // [batch, length, ranks, groups, state]
+        void *d_b, *d_c;                 // [batch, length, ranks, groups, state]
         float *d_rot, *d_dt, *d_before;
         float* sums;  // the gradients of the biases and weights, [2, heads, ranks, state] and [2, state]
     )
 };
 
 // One token; `sums` are the task's.
+template <class Number>
 static void prepare_token_backward(const PrepareBackward& d, int64_t row, int64_t t, Workspace& work, float* sums) {
     const Prepare& all = d.inputs;
     const Turns& turns = all.turns;
@@ -151,7 +158,8 @@ static void prepare_token_backward(const PrepareBackward& d, int64_t row, int64_
         for (int64_t side = 0; side < 2; side++)
             for (int64_t rank = 0; rank < all.ranks; rank++) {
                 int64_t line = (side * all.ranks + rank) * all.groups + all.group_of(head);
-                const float* d_out = (side ? d.d_c_out : d.d_b_out) + token * all.outputs() + (rank * turns.heads + head) * state;
+                const Number* d_outs = (const Number*)(side ? d.d_c_out : d.d_b_out) + token * all.outputs();
+                const Number* d_out = d_outs + (rank * turns.heads + head) * state;
                 float* d_bias = sums + side * all.outputs() + (head * all.ranks + rank) * state;
                 turn_line_backward(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank), d_out,
                                    work.d_normed + line * state, d_bias, work.d_turn);
@@ -161,14 +169,14 @@ static void prepare_token_backward(const PrepareBackward& d, int64_t row, int64_
     for (int64_t side = 0; side < 2; side++)
         for (int64_t line = 0; line < lines; line++) {
             int64_t at = side * lines + line;
-            norm_line_backward(all, all.line(side, row, t, line), work.inverse[at], all.side(side).weight,
-                               work.d_normed + at * state, (side ? d.d_c : d.d_b) + (token * lines + line) * state,
-                               sums + 2 * all.outputs() + side * state);
+            Number* d_x = (Number*)(side ? d.d_c : d.d_b) + (token * lines + line) * state;
+            norm_line_backward(all, all.line<Number>(side, row, t, line), work.inverse[at], all.side(side).weight,
+                               work.d_normed + at * state, d_x, sums + 2 * all.outputs() + side * state);
         }
 }
 
 // body(task, row, t, work) for the tokens of blocks, with the angles and normed lines of each.
-template <class Body>
+template <class Number, class Body>
 static void each_prepared(const Prepare& all, int64_t tasks, const Body& body) {
     const Turns& turns = all.turns;
     int64_t blocks = turns.blocks(), every = turns.batch * blocks;
@@ -180,25 +188,26 @@ static void each_prepared(const Prepare& all, int64_t tasks, const Body& body) {
                 for (int64_t t = turns.first(at % blocks); t < turns.last(at % blocks); t++) {
                     turns.rates(at / blocks, t, work.rate);
                     turns.advance(at / blocks, t, work.rate, work.angle);
-                    norm_lines(all, at / blocks, t, work);
+                    norm_lines<Number>(all, at / blocks, t, work);
                     body(task, at / blocks, t, work);
                 }
             }
     });
 }
 
-static void mamba3_prepare(const PrepareForward& call) {
+template <class Number>
+static void prepare_of(const PrepareForward& call) {
     const Prepare& all = call.inputs;
     const Turns& turns = all.turns;
     const int64_t state = all.pairs.state;
     angles_before_blocks(turns, all.entering, call.after);
-    each_prepared(all, turns.batch * turns.blocks(), MK_BODY(int64_t, int64_t row, int64_t t, Workspace & work) {
+    each_prepared<Number>(all, turns.batch * turns.blocks(), MK_BODY(int64_t, int64_t row, int64_t t, Workspace & work) {
         for (int64_t head = 0; head < turns.heads; head++) {
             work.turn.of(work.angle + head * turns.angles, all.pairs);
             for (int64_t side = 0; side < 2; side++)
                 for (int64_t rank = 0; rank < all.ranks; rank++) {
                     int64_t line = (side * all.ranks + rank) * all.groups + all.group_of(head);
-                    float* out = (side ? call.c : call.b) + (row * turns.length + t) * all.outputs();
+                    Number* out = (Number*)(side ? call.c : call.b) + (row * turns.length + t) * all.outputs();
                     turn_line(all.pairs, work.turn, work.normed + line * state, all.bias_of(side, head, rank),
                               out + (rank * turns.heads + head) * state);
                 }
@@ -206,7 +215,8 @@ static void mamba3_prepare(const PrepareForward& call) {
     });
 }
 
-static void mamba3_prepare_backward(const PrepareBackward& call) {
+template <class Number>
+static void prepare_backward_of(const PrepareBackward& call) {
     const Prepare& all = call.inputs;
     // What the row's last angle was is of no interest here.
     angles_before_blocks(all.turns, all.entering, call.d_before);
@@ -214,11 +224,18 @@ static void mamba3_prepare_backward(const PrepareBackward& call) {
     const int64_t parts = 2 * (all.outputs() + all.pairs.state);
     float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
-    each_prepared(all, tasks, MK_BODY(int64_t task, int64_t row, int64_t t, Workspace & work) {
-        prepare_token_backward(call, row, t, work, task_sums + task * parts);
+    each_prepared<Number>(all, tasks, MK_BODY(int64_t task, int64_t row, int64_t t, Workspace & work) {
+        prepare_token_backward<Number>(call, row, t, work, task_sums + task * parts);
     });
     add_tasks(task_sums, tasks, parts, call.sums);
     angles_backward(all.turns, all.entering, call.d_theta, call.d_after, call.d_rot, call.d_dt, call.d_before);
+}
+
+static void mamba3_prepare(const PrepareForward& call) {
+    with_numbers(call.inputs.narrow, [&](auto number) { prepare_of<decltype(number)>(call); });
+}
+static void mamba3_prepare_backward(const PrepareBackward& call) {
+    with_numbers(call.inputs.narrow, [&](auto number) { prepare_backward_of<decltype(number)>(call); });
 }
 
 }  // namespace MK_ISA

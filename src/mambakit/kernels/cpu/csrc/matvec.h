@@ -1,7 +1,8 @@
 // Products of a weight matrix with a few rows, at the speed of reading the weights: y[b][n] = sum_k weight[n][k] x[b][k].
 //
-// R rows of the matrix meet B rows of x at a time. Each result has one accumulator, filled in the order of k, so it does
-// not depend on the batch, on its place in the matrix or on the number of threads.
+// R rows of the matrix meet B rows of x at a time. Each result has two accumulators, filled by turns in the order of k (one
+// in NF4), so it does not depend on the batch, on its place in the matrix or on the number of threads. With one row of x
+// the weights are read in the order in which they lie, which is fastest: two accumulators keep up with memory then.
 #pragma once
 
 #include "border.h"
@@ -47,23 +48,35 @@ MK_INLINE void dot_rows(const Matrix& m, int64_t row, const Inputs& x, Ahead& ah
     constexpr int64_t LINE = 64 / Weights::BYTES;
     const int64_t k = m.columns, pitch = k * Weights::BYTES;
     const char* at = (const char*)m.weight + row * pitch;
+    Sums<R, B> odd = {};
     vf part[B];
     int64_t i = 0;
-    for (; i + LINE <= k; i += LINE) {
-        ahead.ask();
-#pragma GCC unroll 16
-        for (int64_t j = i; j < i + LINE; j += W) {
-            for (int b = 0; b < B; b++) part[b] = load(x.row[b] + j);
-            add_products(sums, part, [&](int r) { return Weights::get(at + r * pitch + j * Weights::BYTES); });
+    // Two lines, so that the compiler knows which accumulator is whose.
+    for (; i + 2 * LINE <= k; i += 2 * LINE) {
+#pragma GCC unroll 2
+        for (int64_t line = 0; line < 2; line++) {
+            ahead.ask();
+            if (R == 1) prefetch_soon(at + (i + line * LINE) * Weights::BYTES);
+        }
+#pragma GCC unroll 32
+        for (int64_t j = 0; j < 2 * LINE; j += W) {
+            for (int b = 0; b < B; b++) part[b] = load(x.row[b] + i + j);
+            auto weights = MK_BODY(int r) { return Weights::get(at + r * pitch + (i + j) * Weights::BYTES); };
+            if (j / W % 2) add_products(odd, part, weights);
+            else add_products(sums, part, weights);
         }
     }
-    for (; i + W <= k; i += W) {
-        for (int b = 0; b < B; b++) part[b] = load(x.row[b] + i);
-        add_products(sums, part, [&](int r) { return Weights::get(at + r * pitch + i * Weights::BYTES); });
+    for (int64_t j = 0; i < k; i += W, j++) {
+        for (int b = 0; b < B; b++) part[b] = load_part(x.row[b] + i, k - i);
+        auto weights = MK_BODY(int r) {
+            const char* own = at + r * pitch + i * Weights::BYTES;
+            return i + W <= k ? Weights::get(own) : get_part<Weights>(own, k - i);
+        };
+        if (j % 2) add_products(odd, part, weights);
+        else add_products(sums, part, weights);
     }
-    if (i == k) return;
-    for (int b = 0; b < B; b++) part[b] = load_part(x.row[b] + i, k - i);
-    add_products(sums, part, [&](int r) { return get_part<Weights>(at + r * pitch + i * Weights::BYTES, k - i); });
+    for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) sums.of[r][b] += odd.of[r][b];
 }
 
 struct Nf4Weights {};
@@ -123,32 +136,36 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
 template <class Weights, int R, int B>
 static __attribute__((noinline)) void multiply_rows(
     const Matrix& m, int64_t begin, int64_t end, const Inputs& x, Ahead ahead, const Results& to) {
-    ahead.lines = ceil_div(R, ahead.lines);
+    ahead.lines = R == 1 && ahead.lines == 1 ? 0 : ceil_div(R, ahead.lines);
     int64_t row = begin;
     for (; row + R <= end; row += R) multiply_block<Weights, R, B>(m, row, x, ahead, to);
     for (; row < end; row++) multiply_block<Weights, 1, B>(m, row, x, ahead, to);
 }
 
-// Up to 4 rows of x go through the matrix together. More take several passes over pieces that stay in the cache, each
-// asking for its part of the next piece: all rows at once would leave no room for x in the cache closest by.
+// Some rows of x go through the matrix together: as many as there are registers for. More take several passes over pieces
+// that stay in the cache, each asking for its part of the next piece: all rows at once would leave no room for x in the
+// cache closest by.
+constexpr int64_t ROWS_TOGETHER = W == 16 ? 4 : 2;
+
 template <class Weights>
 static void multiply_all(
     const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch, const Results& to) {
-    const int64_t passes = ceil_div(batch, 4), piece = passes == 1 ? end - begin : 16, pitch = bytes_per_row(m);
+    const int64_t passes = ceil_div(batch, ROWS_TOGETHER), piece = passes == 1 ? end - begin : 16, pitch = bytes_per_row(m);
     for (int64_t row = begin; row < end; row += piece) {
         const int64_t stop = least(row + piece, end);
         for (int64_t pass = 0; pass < passes; pass++) {
+            const int64_t first = ROWS_TOGETHER * pass;
             Inputs inputs;
-            inputs.count = least(batch - 4 * pass, 4);
-            for (int64_t b = 0; b < 4; b++)
-                inputs.row[b] = x + (4 * pass + least(b, inputs.count - 1)) * x_stride;
+            inputs.count = least(batch - first, ROWS_TOGETHER);
+            for (int64_t b = 0; b < 4; b++) inputs.row[b] = x + (first + least(b, inputs.count - 1)) * x_stride;
             const int64_t next = passes == 1 ? AHEAD : (piece + pass * piece / passes) * pitch;
             const Ahead ahead = {m.weight, row * pitch + next, passes};
-            const Results part = {to.y + 4 * pass * to.stride, to.stride, to.add, to.scale};
-            constexpr int MOST = __is_same(Weights, Float32Weights) ? 8 : 4;
-            if (inputs.count == 1) multiply_rows<Weights, MOST, 1>(m, row, stop, inputs, ahead, part);
-            else if (inputs.count == 2) multiply_rows<Weights, 4, 2>(m, row, stop, inputs, ahead, part);
-            else multiply_rows<Weights, W == 16 ? 4 : 2, 4>(m, row, stop, inputs, ahead, part);
+            const Results part = {to.y + first * to.stride, to.stride, to.add, to.scale};
+            // Formats that take long to decode share what they load of x.
+            constexpr int ALONE = __is_same(Weights, Float32Weights) || __is_same(Weights, Bfloat16Weights) ? 1 : 4;
+            if (inputs.count == 1) multiply_rows<Weights, ALONE, 1>(m, row, stop, inputs, ahead, part);
+            else if (inputs.count == 2) multiply_rows<Weights, ROWS_TOGETHER, 2>(m, row, stop, inputs, ahead, part);
+            else multiply_rows<Weights, 2, 4>(m, row, stop, inputs, ahead, part);
         }
     }
 }

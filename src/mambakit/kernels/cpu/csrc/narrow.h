@@ -88,6 +88,30 @@ struct Bfloat16DotNative : Bfloat16Dot {
 };
 #endif
 
+#if defined(MK_NEON)
+// For assemblers that are told of an older processor. Without the first's level of the architecture, GNU's does not take it.
+#if defined(__ARM_FEATURE_DOTPROD)
+#define MK_KNOWS_DOTS ""
+#else
+#define MK_KNOWS_DOTS ".arch armv8.2-a+dotprod\n\t"
+#endif
+#define MK_KNOWS_BF16 ".arch_extension bf16\n\t"
+
+struct Int8DotNeon : Int8Dot {
+    MK_INLINE vi add(vi sum, vi w, vi x) {
+        __asm__(MK_KNOWS_DOTS "sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(w), "w"(x));
+        return sum;
+    }
+};
+
+struct Bfloat16DotNeon : Bfloat16Dot {
+    MK_INLINE vf add(vf sum, vi w, vi x) {
+        __asm__(MK_KNOWS_BF16 "bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(w), "w"(x));
+        return sum;
+    }
+};
+#endif
+
 // A row of x as these products read it: `scale` times integers, whose sum is `total`, or bfloat16. Zeros up to whole
 // lines follow.
 struct NarrowRow {

@@ -1,8 +1,8 @@
 // Products of narrow weights with narrow rows, for one row as for thousands: y[b][n] = sum_k weight[n][k] x[b][k].
 //
-// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time. Sums of integers are exact, and others have one
-// accumulator each, filled in the order of k, so a result does not depend on the batch, on its place in the matrix or on
-// the number of threads.
+// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time; one row of x meets one after the other, in the order in
+// which they lie. Sums of integers are exact, and others have two accumulators, of even and odd lines, each filled in the
+// order of k, so a result does not depend on the batch, on its place in the matrix or on the number of threads.
 #pragma once
 
 #include "extension.h"
@@ -22,6 +22,11 @@ struct NarrowWeights {
     const char* row[FOUR];
     MK_INSIDE vi get(int r, int64_t byte) const { return load_bytes(row[r] + byte); }
     MK_INSIDE vi get_some(int r, int64_t byte, int64_t n) const { return load_some_bytes(row[r] + byte, n); }
+    // Of two lines from `byte` on.
+    MK_INSIDE void ask(int r, int64_t byte) const {
+        prefetch_soon(row[r] + byte);
+        prefetch_soon(row[r] + byte + LINE);
+    }
 };
 
 // Codes of 64 inputs in 32 bytes, and the values of the two groups they are of.
@@ -56,6 +61,7 @@ struct Int4Weights {
 #endif
     }
     MK_INSIDE vi get_some(int r, int64_t byte, int64_t) const { return get(r, byte); }
+    MK_INSIDE void ask(int r, int64_t byte) const { prefetch_soon(row[r] + byte / 2); }
 };
 
 // Sums of the lanes of four vectors.
@@ -102,21 +108,6 @@ MK_INLINE Sum partial_sums(const Sum (&x)[FOUR]) {
     return MK_JOINED(first, last, 0) + MK_JOINED(first, last, 2);
 }
 
-// x, rounded: no compiler makes one operation of what computed it and what follows.
-template <class Values>
-MK_INLINE Values done(Values x) {
-#if defined(MK_X86) && MK_WIDTH == 16
-    __asm__("" : "+v"(x));
-#elif defined(__x86_64__)
-    __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(x));
-#else
-    __asm__("" : "+m"(x));
-#endif
-    return x;
-}
-
 // Results of four rows of the matrix with one row of x or, side by side, with several: of integers times scales, or as
 // they are. The same steps for all, so that they round alike.
 template <class Sums, class Values>
@@ -131,20 +122,24 @@ MK_INLINE Values placed(Values values, const Matrix& m, Values bias, const Resul
     return to.add ? values + old : values;
 }
 
-// Of one row of x, rows [row, row + count).
+// Of one row of x, rows [row, row + count). Whole fours are moved at once: sizes that the compiler does not know are calls.
 template <class Sums>
 MK_INLINE void put(Sums sums, const Matrix& m, int64_t row, int64_t count, const NarrowRow& x, int32_t offset,
                    const Results& to, int64_t b) {
-    const size_t bytes = count * sizeof(float);
     float* y = to.y + b * to.stride + row;
+    auto move = MK_BODY(float* into, const float* from) {
+        if (count == FOUR) memcpy(into, from, FOUR * sizeof(float));
+        else
+            for (int64_t r = 0; r < count; r++) into[r] = from[r];
+    };
     vf4 scales = {}, bias = {}, old = {};
-    if (m.scales) memcpy(&scales, (const float*)m.scales + row, bytes);
-    if (m.bias) memcpy(&bias, m.bias + row, bytes);
-    if (to.add) memcpy(&old, y, bytes);
+    if (m.scales) move((float*)&scales, (const float*)m.scales + row);
+    if (m.bias) move((float*)&bias, m.bias + row);
+    if (to.add) move((float*)&old, y);
     Sums totals = {};
     if constexpr (!__is_same(Sums, vf4)) totals += offset * x.total;
     const vf4 values = placed(scaled(sums, totals, vf4{} + x.scale, scales), m, bias, to, old);
-    memcpy(y, &values, bytes);
+    move(y, (const float*)&values);
 }
 
 #if MK_WIDTH == 16
@@ -188,6 +183,43 @@ MK_INLINE void put_four(const Sum (&sums)[4][FOUR], const Matrix& m, int64_t row
 }
 #endif
 
+// Rows [row, row + count) with one row of x.
+template <class Dot, class Weights>
+MK_INLINE void narrow_alone(
+    const Matrix& m, const Weights& w, int64_t row, int64_t count, const NarrowRow& x, const Results& to) {
+    const int64_t bytes = stored_bytes(m);
+    typename Dot::Sum sums[FOUR];
+#pragma GCC unroll 4
+    for (int r = 0; r < FOUR; r++) {
+        typename Dot::Sum even = {}, odd = {};
+        auto meet = MK_BODY(typename Dot::Sum& sum, int64_t at, vi weights) {
+            sum = Dot::add(sum, Dot::weights(weights), load_bytes(x.data + at));
+        };
+        auto meet_line = MK_BODY(typename Dot::Sum& sum, int64_t at) {
+#pragma GCC unroll 4
+            for (int64_t part = 0; part < LINE; part += VECTOR) meet(sum, at + part, w.get(r, at + part));
+        };
+        auto meet_rest = MK_BODY(typename Dot::Sum& sum, int64_t at) {
+            for (; at + VECTOR <= bytes; at += VECTOR) meet(sum, at, w.get(r, at));
+            if (at < bytes) meet(sum, at, w.get_some(r, at, bytes - at));
+        };
+        int64_t at = 0;
+        for (; at + 2 * LINE <= bytes; at += 2 * LINE) {
+            w.ask(r, at);
+            meet_line(even, at);
+            meet_line(odd, at + LINE);
+        }
+        if (at + LINE <= bytes) {
+            meet_line(even, at);
+            meet_rest(odd, at + LINE);
+        } else {
+            meet_rest(even, at);
+        }
+        sums[r] = even + odd;
+    }
+    put(fold(partial_sums(sums)), m, row, count, x, Dot::OFFSET, to, 0);
+}
+
 // Rows [row, row + count) with B rows of x, of which the first `used` count. `lines` of memory are asked for meanwhile.
 template <class Dot, int B, class Weights>
 MK_INLINE void narrow_block(
@@ -203,15 +235,30 @@ MK_INLINE void narrow_block(
             for (int r = 0; r < FOUR; r++) sums[b][r] = Dot::add(sums[b][r], weights[r], part);
         }
     };
-    int64_t at = 0, asked = 0;
-    for (; at + LINE <= bytes; at += LINE) {
-        for (asked += lines; asked >= steps; asked -= steps, ahead += LINE) prefetch(ahead, 0);
+    int64_t asked = 0;
+    // Every `step` bytes one line, from `at` on; what is no whole line belongs to the one that it begins.
+    auto meet_lines = MK_BODY(int64_t at, int64_t step) {
+        for (; at + LINE <= bytes; at += step) {
+            for (asked += lines; asked >= steps; asked -= steps, ahead += LINE) prefetch(ahead, 0);
 #pragma GCC unroll 4
-        for (int64_t part = 0; part < LINE; part += VECTOR)
-            meet(at + part, MK_BODY(int r) { return w.get(r, at + part); });
+            for (int64_t part = 0; part < LINE; part += VECTOR)
+                meet(at + part, MK_BODY(int r) { return w.get(r, at + part); });
+        }
+        for (; at + VECTOR <= bytes; at += VECTOR) meet(at, MK_BODY(int r) { return w.get(r, at); });
+        if (at < bytes) meet(at, MK_BODY(int r) { return w.get_some(r, at, bytes - at); });
+    };
+    if constexpr (__is_same(typename Dot::Sum, vf)) {
+        meet_lines(0, 2 * LINE);
+        typename Dot::Sum even[B][FOUR];
+        memcpy(even, sums, sizeof sums);
+        for (int b = 0; b < B; b++)
+            for (int r = 0; r < FOUR; r++) sums[b][r] = typename Dot::Sum{};
+        meet_lines(LINE, 2 * LINE);
+        for (int b = 0; b < B; b++)
+            for (int r = 0; r < FOUR; r++) sums[b][r] += even[b][r];
+    } else {
+        meet_lines(0, LINE);
     }
-    for (; at + VECTOR <= bytes; at += VECTOR) meet(at, MK_BODY(int r) { return w.get(r, at); });
-    if (at < bytes) meet(at, MK_BODY(int r) { return w.get_some(r, at, bytes - at); });
 #if MK_WIDTH == 16
     if constexpr (B == 4)
         if (used == 4 && count == FOUR) return put_four(sums, m, row, x, Dot::OFFSET, to);
@@ -236,7 +283,7 @@ static __attribute__((noinline)) void narrow_piece(
         // Rows that are not there repeat the last, and their results are dropped.
         for (int r = 0; r < FOUR; r++)
             w.row[r] += (row - begin + least(r, count - 1)) * weights_at.pitch;
-        if (used == 1) narrow_block<Dot, 1>(m, w, row, count, x, used, ahead, lines, to);
+        if (used == 1) narrow_alone<Dot>(m, w, row, count, *x[0], to);
         else if (used == 2 || AT_ONCE == 2) narrow_block<Dot, 2>(m, w, row, count, x, used, ahead, lines, to);
         else narrow_block<Dot, AT_ONCE>(m, w, row, count, x, used, ahead, lines, to);
     }
@@ -304,11 +351,15 @@ MK_INLINE void by_best_dot(const Matrix& m, const Body& body) {
     if (m.format == BFLOAT16_NARROW) {
 #if defined(MK_X86) && MK_WIDTH == 16
         if (mk_extension_in_use >= MK_BF16) return body(Bfloat16DotNative());
+#elif defined(MK_NEON)
+        if (mk_extension_in_use >= MK_BF16) return body(Bfloat16DotNeon());
 #endif
         return body(Bfloat16Dot());
     }
 #if defined(MK_X86) && MK_WIDTH >= 8
     if (mk_extension_in_use >= MK_VNNI) return body(Int8DotVnni());
+#elif defined(MK_NEON)
+    if (mk_extension_in_use >= MK_VNNI) return body(Int8DotNeon());
 #endif
     body(Int8Dot());
 }

@@ -4,6 +4,7 @@
 //     out = sum_m mimo_o[m] f(u, s)            f is u s, norm(u s) or norm(u) s
 #pragma once
 
+#include "bfloat16.h"
 #include "border.h"
 #include "rows.h"
 #include "threads.h"
@@ -15,33 +16,34 @@ enum NormOrder { NO_NORM, GATE_FIRST, NORM_FIRST };
 struct Finish {
     MK_FIELDS(Finish,
         int64_t rows, ranks, width, group;
-        const float* y;  // [rows, ranks, width]
+        const void* y;  // [rows, ranks, width]
         int64_t y_row;
-        const float* x;  // [rows, width], null: no skip
+        const void* x;  // [rows, width], null: no skip
         int64_t x_row;
         const float* skip;  // [width]
-        const float* z;     // [rows, width], null: no gate
+        const void* z;      // [rows, width], null: no gate
         int64_t z_row;
         const float *mimo_x, *mimo_z, *mimo_o;  // [ranks, width], null: ones
         const float* weight;                    // [width], null: ones
         int64_t order;
         float eps;
+        bool narrow;  // y, x, z, the output and their gradients are bfloat16
     )
 };
 
 struct FinishForward {
     MK_FIELDS(FinishForward,
         Finish inputs;
-        float* out;  // [rows, width]
+        void* out;  // [rows, width]
     )
 };
 
 struct FinishBackward {
     MK_FIELDS(FinishBackward,
         Finish inputs;
-        const float* d_out;  // [rows, width]
+        const void* d_out;  // [rows, width]
         int64_t d_out_row;
-        float *d_y, *d_x, *d_z;  // as y, x and z but contiguous; those of absent ones are null
+        void *d_y, *d_x, *d_z;  // as y, x and z but contiguous; those of absent ones are null
         // Of skip, weight, mimo_x, mimo_z and mimo_o one after the other, [2 + 3 ranks, width]; only those of given
         // parameters are meaningful.
         float* sums;
@@ -53,15 +55,17 @@ MK_INLINE vf load_or_one(const float* from, int64_t i, int64_t lanes) {
 }
 
 // One rank of one token, by channel.
+template <class Number>
 struct FinishRank {
     const Finish* all;
-    const float *y, *x, *z, *mimo_x, *mimo_z, *mimo_o;
+    const Number *y, *x, *z;
+    const float *mimo_x, *mimo_z, *mimo_o;
 
     FinishRank(const Finish& finish, int64_t row, int64_t rank) {
         all = &finish;
-        y = finish.y + row * finish.y_row + rank * finish.width;
-        x = finish.x ? finish.x + row * finish.x_row : nullptr;
-        z = finish.z ? finish.z + row * finish.z_row : nullptr;
+        y = (const Number*)finish.y + row * finish.y_row + rank * finish.width;
+        x = finish.x ? (const Number*)finish.x + row * finish.x_row : nullptr;
+        z = finish.z ? (const Number*)finish.z + row * finish.z_row : nullptr;
         mimo_x = finish.mimo_x ? finish.mimo_x + rank * finish.width : nullptr;
         mimo_z = finish.mimo_z ? finish.mimo_z + rank * finish.width : nullptr;
         mimo_o = finish.mimo_o ? finish.mimo_o + rank * finish.width : nullptr;
@@ -78,7 +82,8 @@ struct FinishRank {
 };
 
 // out (+)= the rank's share, for the channels [from, from + group). `kept` holds 2 * group floats.
-static void finish_group(const FinishRank& r, int64_t from, int64_t group, bool add, float* kept, float* out) {
+template <class Number, class To>
+static void finish_group(const FinishRank<Number>& r, int64_t from, int64_t group, bool add, float* kept, To* out) {
     const Finish& all = *r.all;
     float *value = kept, *gate = kept + group;
     vf squares = {};
@@ -101,14 +106,17 @@ static void finish_group(const FinishRank& r, int64_t from, int64_t group, bool 
 }
 
 // Gradients of one token go to their own rows, those of parameters are added to a task's sums; null: not wanted.
+template <class Number, class Sum>
 struct FinishGradients {
-    float *y, *x, *z;                                   // rows of the token
+    Number* y;                                          // rows of the token
+    Sum *x, *z;                                         // the same, sums over ranks
     float *skip, *weight, *mimo_x, *mimo_z, *mimo_o;    // [width] or, of the last three, the rank's [width]
 };
 
 // `kept` holds 4 * group floats.
-static void finish_group_backward(const FinishRank& r, int64_t from, int64_t group, bool add, const float* d_out,
-                                  float* kept, const FinishGradients& d) {
+template <class Number, class Sum>
+static void finish_group_backward(const FinishRank<Number>& r, int64_t from, int64_t group, bool add,
+                                  const Number* d_out, float* kept, const FinishGradients<Number, Sum>& d) {
     const Finish& all = *r.all;
     const bool gate_first = all.order != NORM_FIRST;
     float *skipped = kept, *opened = kept + group, *slope = kept + 2 * group, *again = kept + 3 * group;
@@ -187,48 +195,90 @@ static void finish_group_backward(const FinishRank& r, int64_t from, int64_t gro
     });
 }
 
-static void finish(const FinishForward& call) {
+// body(Sum{}) with the type of sums over ranks: float32 where there are several.
+template <class Number, class Body>
+MK_INLINE void with_sums(int64_t ranks, const Body& body) {
+    if (ranks > 1) body(float{});
+    else body(Number{});
+}
+// Where sums over ranks go: `into` itself if it is of their kind, else `room`, from where `deliver` brings them.
+MK_INLINE float* sums_in(float* into, float*) { return into; }
+MK_INLINE bfloat16* sums_in(bfloat16* into, bfloat16*) { return into; }
+MK_INLINE float* sums_in(bfloat16* into, float* room) { return into ? room : nullptr; }
+MK_INLINE void deliver(const float*, int64_t, float*) {}
+MK_INLINE void deliver(const bfloat16*, int64_t, bfloat16*) {}
+MK_INLINE void deliver(const float* sums, int64_t width, bfloat16* to) {
+    if (to) each_vector(width, MK_BODY(int64_t i, int64_t lanes) { store_part(to + i, load_part(sums + i, lanes), lanes); });
+}
+
+template <class Number, class Sum>
+static void finish_of(const FinishForward& call) {
     const Finish& all = call.inputs;
-    const int64_t tasks = count_tasks(all.rows, 16);
+    const int64_t tasks = count_tasks(all.rows, 16), width = all.width;
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        float* kept = scratch<NORM_GROUP>(2 * all.group);
-        for (int64_t row = begin_of(begin, tasks, all.rows); row < begin_of(end, tasks, all.rows); row++)
+        float* kept = scratch<NORM_GROUP>(2 * all.group + width);
+        for (int64_t row = begin_of(begin, tasks, all.rows); row < begin_of(end, tasks, all.rows); row++) {
+            Number* out = (Number*)call.out + row * width;
+            Sum* sums = sums_in(out, (Sum*)(kept + 2 * all.group));
             for (int64_t rank = 0; rank < all.ranks; rank++) {
-                FinishRank r(all, row, rank);
-                for (int64_t from = 0; from < all.width; from += all.group)
-                    finish_group(r, from, all.group, rank > 0, kept, call.out + row * all.width);
+                FinishRank<Number> r(all, row, rank);
+                for (int64_t from = 0; from < width; from += all.group)
+                    finish_group(r, from, all.group, rank > 0, kept, sums);
             }
+            deliver(sums, width, out);
+        }
     });
 }
 
-static void finish_backward(const FinishBackward& call) {
+template <class Number, class Sum>
+static void finish_backward_of(const FinishBackward& call) {
     const Finish& all = call.inputs;
     const int64_t rows = all.rows, ranks = all.ranks, width = all.width, parts = (2 + 3 * ranks) * width;
     const int64_t tasks = count_tasks(rows, 16);
     float* task_sums = scratch<TASK_SUMS>(tasks * parts);
     clear(task_sums, tasks * parts);
     parallel(tasks, [&](int64_t begin, int64_t end) {
-        float* kept = scratch<NORM_GROUP>(4 * all.group);
+        float* kept = scratch<NORM_GROUP>(4 * all.group + 2 * width);
+        Sum* room = (Sum*)(kept + 4 * all.group);
         for (int64_t task = begin; task < end; task++) {
             float* own = task_sums + task * parts;
             float *own_x = own + 2 * width, *own_z = own_x + ranks * width, *own_o = own_z + ranks * width;
-            for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++)
+            for (int64_t row = begin_of(task, tasks, rows); row < begin_of(task + 1, tasks, rows); row++) {
+                Number* d_x = call.d_x ? (Number*)call.d_x + row * width : nullptr;
+                Number* d_z = call.d_z ? (Number*)call.d_z + row * width : nullptr;
+                Sum *sums_x = sums_in(d_x, room), *sums_z = sums_in(d_z, room + width);
+                const Number* d_out = (const Number*)call.d_out + row * call.d_out_row;
                 for (int64_t rank = 0; rank < ranks; rank++) {
-                    FinishRank r(all, row, rank);
-                    FinishGradients d = {call.d_y + (row * ranks + rank) * width,
-                                         call.d_x ? call.d_x + row * width : nullptr,
-                                         call.d_z ? call.d_z + row * width : nullptr,
-                                         all.skip ? own : nullptr,
-                                         all.weight ? own + width : nullptr,
-                                         all.mimo_x ? own_x + rank * width : nullptr,
-                                         all.mimo_z ? own_z + rank * width : nullptr,
-                                         all.mimo_o ? own_o + rank * width : nullptr};
+                    FinishRank<Number> r(all, row, rank);
+                    FinishGradients<Number, Sum> d = {(Number*)call.d_y + (row * ranks + rank) * width,
+                                                      sums_x,
+                                                      sums_z,
+                                                      all.skip ? own : nullptr,
+                                                      all.weight ? own + width : nullptr,
+                                                      all.mimo_x ? own_x + rank * width : nullptr,
+                                                      all.mimo_z ? own_z + rank * width : nullptr,
+                                                      all.mimo_o ? own_o + rank * width : nullptr};
                     for (int64_t from = 0; from < width; from += all.group)
-                        finish_group_backward(r, from, all.group, rank > 0, call.d_out + row * call.d_out_row, kept, d);
+                        finish_group_backward(r, from, all.group, rank > 0, d_out, kept, d);
                 }
+                deliver(sums_x, width, d_x);
+                deliver(sums_z, width, d_z);
+            }
         }
     });
     add_tasks(task_sums, tasks, parts, call.sums);
+}
+
+static void finish(const FinishForward& call) {
+    with_numbers(call.inputs.narrow, [&](auto number) {
+        with_sums<decltype(number)>(call.inputs.ranks, [&](auto sum) { finish_of<decltype(number), decltype(sum)>(call); });
+    });
+}
+static void finish_backward(const FinishBackward& call) {
+    with_numbers(call.inputs.narrow, [&](auto number) {
+        with_sums<decltype(number)>(call.inputs.ranks,
+                                    [&](auto sum) { finish_backward_of<decltype(number), decltype(sum)>(call); });
+    });
 }
 
 }  // namespace MK_ISA

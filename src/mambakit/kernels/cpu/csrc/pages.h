@@ -14,7 +14,7 @@ struct LargePages {
     MK_FIELDS(LargePages,
         void* start;
         int64_t bytes;
-        bool touched;  // it is in use: what is there moves into them
+        bool touched;  // it is in use: what is there moves into them, with its neighbours at both ends
     )
 };
 
@@ -22,8 +22,9 @@ struct LargePages {
 // several times as long as writing to it, and what is read in order waits at the end of every small page.
 static void large_pages(const LargePages& call) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = 1 << 21, start = (uintptr_t)call.start;
-    uintptr_t begin = (start + page - 1) & ~(page - 1), end = (start + call.bytes) & ~(page - 1);
+    const uintptr_t page = 1 << 21, start = (uintptr_t)call.start, more = page - 1;
+    const uintptr_t begin = (start + (call.touched ? 0 : more)) & ~more;
+    const uintptr_t end = (start + call.bytes + (call.touched ? more : 0)) & ~more;
     if (begin >= end) return;
     madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 #if !defined(MADV_COLLAPSE)

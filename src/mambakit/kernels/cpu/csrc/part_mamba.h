@@ -78,6 +78,7 @@ struct Mamba2Part {
         Matrix in_proj, out_proj;
         float z_scale, x_scale, B_scale, C_scale, dt_scale;  // of the parts of what in_proj returns
         float *window, *state, *notes;
+        uint16_t* narrow_state;  // in place of `state`, or null; there are no runs then
     )
 };
 
@@ -95,7 +96,8 @@ static void scale_projected(const Mamba2Part& m, float* projected, int64_t begin
 }
 
 static void run_heads(const Mamba2Part& m, const Passing& x, const float* projected, float* out) {
-    mamba2_step_heads({m.step, x.batch, projected, m.window, m.window, m.state, m.state, out}, x.rows, m.notes);
+    mamba2_step_heads({m.step, x.batch, projected, m.window, m.window, m.state, m.state, out}, x.rows, m.notes,
+                      m.narrow_state);
 }
 
 static void run_part(const Mamba2Part& m, const Passing& x) {

@@ -15,5 +15,11 @@ struct Results {
 
 // Bytes between what is multiplied and what is asked for from memory.
 constexpr int64_t AHEAD = 8192;
+// The same where one row of x meets the weights in the order in which they lie, into the cache closest by.
+constexpr int64_t SOON = 4096;
+
+static inline __attribute__((always_inline)) void prefetch_soon(const void* at) {
+    __builtin_prefetch((const void*)((uintptr_t)at + SOON), 0, 3);
+}
 
 }  // namespace MK_ISA

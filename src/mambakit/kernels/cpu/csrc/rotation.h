@@ -264,7 +264,8 @@ MK_INLINE void each_still(const Pairs& pairs, const Body& body) {
 MK_INLINE vf across(const Pairs& pairs, vf x) { return pairs.neighbours ? swap_neighbours(x) : x; }
 
 // out = turn (normed + bias)
-static void turn_line(const Pairs& pairs, const Turn& turn, const float* normed, const float* bias, float* out) {
+template <class Number>
+static void turn_line(const Pairs& pairs, const Turn& turn, const float* normed, const float* bias, Number* out) {
     each_turning(pairs, MK_BODY(int64_t i, int64_t j, int64_t lanes) {
         vf own = load_part(normed + i, lanes) + load_part(bias + i, lanes);
         vf other = across(pairs, load_part(normed + j, lanes) + load_part(bias + j, lanes));

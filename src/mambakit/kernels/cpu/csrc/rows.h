@@ -3,6 +3,7 @@
 
 #include <float.h>
 
+#include "bfloat16.h"
 #include "vec.h"
 
 namespace MK_ISA {
@@ -35,8 +36,10 @@ MK_INLINE void copy(const T* from, int64_t n, T* to) {
     if (n > 0) memcpy(to, from, n * sizeof(T));
 }
 
-MK_INLINE void add_part(float* to, vf x, int64_t lanes) { store_part(to, load_part(to, lanes) + x, lanes); }
-MK_INLINE void put_part(float* to, vf x, int64_t lanes, bool add) {
+template <class Number>
+MK_INLINE void add_part(Number* to, vf x, int64_t lanes) { store_part(to, load_part(to, lanes) + x, lanes); }
+template <class Number>
+MK_INLINE void put_part(Number* to, vf x, int64_t lanes, bool add) {
     if (add) add_part(to, x, lanes);
     else store_part(to, x, lanes);
 }
@@ -60,10 +63,11 @@ static void add_tasks(const float* parts, int64_t tasks, int64_t n, float* total
 }
 
 // 1 / sqrt(mean(x^2) + eps), scaled before it is squared. What is no number stays what it is.
-static float scaled_inverse_rms(const float* x, int64_t n, float eps) {
+template <class Number>
+static float scaled_inverse_rms(const Number* x, int64_t n, float eps) {
     float largest = 0.0f, total = 0.0f;
     for (int64_t i = 0; i < n; i++)
-        if (!(fabsf(x[i]) <= largest)) largest = fabsf(x[i]);
+        if (!(fabsf((float)x[i]) <= largest)) largest = fabsf((float)x[i]);
     if (!(largest > 0.0f && largest <= FLT_MAX)) return 1.0f / sqrtf(largest + eps);
     for (int64_t i = 0; i < n; i++) total += (x[i] / largest) * (x[i] / largest);
     return 1.0f / sqrtf(total / n + eps / largest / largest) / largest;
@@ -75,7 +79,8 @@ MK_INLINE float inverse_rms(vf squares, int64_t n, float eps, const Values& valu
     const float mean = sum(squares) / n;
     return mean <= FLT_MAX && mean + eps > 1e-30f ? 1.0f / sqrtf(mean + eps) : scaled_inverse_rms(values(), n, eps);
 }
-MK_INLINE float inverse_rms(const float* x, int64_t n, float eps) {
+template <class Number>
+MK_INLINE float inverse_rms(const Number* x, int64_t n, float eps) {
     vf squares = {};
     each_vector(n, MK_BODY(int64_t i, int64_t lanes) {
         vf part = load_part(x + i, lanes);
@@ -85,7 +90,8 @@ MK_INLINE float inverse_rms(const float* x, int64_t n, float eps) {
 }
 
 // y = x / sqrt(mean(x^2) + eps) weight; returns the factor without the weight.
-MK_INLINE float rms_norm(const float* x, int64_t n, const float* weight, float eps, float* y) {
+template <class Number>
+MK_INLINE float rms_norm(const Number* x, int64_t n, const float* weight, float eps, float* y) {
     const float inverse = inverse_rms(x, n, eps);
     each_vector(n, MK_BODY(int64_t i, int64_t lanes) {
         store_part(y + i, load_part(x + i, lanes) * splat(inverse) * load_part(weight + i, lanes), lanes);

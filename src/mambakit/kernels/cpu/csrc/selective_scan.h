@@ -10,6 +10,7 @@
 // registers.
 #pragma once
 
+#include "bfloat16.h"
 #include "border.h"
 #include "rows.h"
 #include "threads.h"
@@ -20,7 +21,7 @@ namespace MK_ISA::scan {
 // A tensor with an entry per row and token, its last axis contiguous; the other strides count elements.
 struct PerToken {
     MK_FIELDS(PerToken,
-        const float* data;
+        const void* data;
         int64_t row, token, group;
     )
 };
@@ -34,6 +35,7 @@ struct Scan {
         PerToken x, dt, z, b, c;
         const float *a_ir, *state_bir, *skip_i, *dt_bias_i;
         const uint8_t* fresh_bs;  // tokens that start from a zero state
+        bool narrow;              // x, dt, z, b, c, y and their gradients per token and channel are bfloat16
     )
 };
 
@@ -76,11 +78,13 @@ struct Part {
     int64_t vectors;
 
     int64_t lanes(int64_t v) const { return channels - v * W; }  // W or more: all of vector v
-    const float* at(const PerToken& x, int64_t token, int64_t v) const {
-        return x.data + row * x.row + token * x.token + first + v * W;
+    template <class Number>
+    const Number* at(const PerToken& x, int64_t token, int64_t v) const {
+        return (const Number*)x.data + row * x.row + token * x.token + first + v * W;
     }
-    const float* group_at(const PerToken& b, int64_t token) const {
-        return b.data + row * b.row + token * b.token + group * b.group;
+    template <class Number>
+    const Number* group_at(const PerToken& b, int64_t token) const {
+        return (const Number*)b.data + row * b.row + token * b.token + group * b.group;
     }
 };
 
@@ -130,8 +134,9 @@ static void scatter_states(const Part& part, const float* from, int64_t rank, fl
 struct StepSize {
     vf raw, dt;
 };
+template <class Number>
 MK_INLINE StepSize step_size(const Scan& s, const Part& part, int64_t token, int64_t v) {
-    vf raw = load_part(part.at(s.dt, token, v), part.lanes(v));
+    vf raw = load_part(part.at<Number>(s.dt, token, v), part.lanes(v));
     if (s.dt_bias_i) raw += load_part(s.dt_bias_i + part.first + v * W, part.lanes(v));
     return {raw, s.softplus ? softplus_of(raw) : raw};
 }
@@ -141,12 +146,14 @@ MK_INLINE StepSize step_size(const Scan& s, const Part& part, int64_t token, int
 struct Lookahead {
     const Part& part;
     PerToken tensors[4];
-    int64_t token, end, v = 0;
+    int64_t token, end;
+    bool narrow;
+    int64_t v = 0;
 
     void step() {
         if (token >= end) return;
         for (const PerToken& x : tensors)
-            if (x.data) __builtin_prefetch(part.at(x, token, v));
+            if (x.data) __builtin_prefetch(narrow ? (const void*)part.at<bfloat16>(x, token, v) : part.at<float>(x, token, v));
         if (++v == part.vectors) v = 0, token++;
     }
 };
@@ -155,14 +162,37 @@ struct Lookahead {
 struct Block {
     int64_t begin, count;
     float *dt, *u;
+    // B and C of the block's first token; those of the others follow at these distances.
+    const float *b, *c;
+    int64_t b_step, c_step;
+    float* room;  // [2][token][state]: for those that have to be widened
 };
 
-static void gather_tokens(const Scan& s, const Part& part, const Block& block) {
+// B and C as floats, where they lie or in the block's room.
+template <class Number>
+static void find_sides(const Scan& s, const Part& part, Block& block) {
+    const Number *b = part.group_at<Number>(s.b, block.begin), *c = part.group_at<Number>(s.c, block.begin);
+    if constexpr (sizeof(Number) == sizeof(float)) {
+        block.b = b, block.c = c, block.b_step = s.b.token, block.c_step = s.c.token;
+    } else {
+        float *b_room = block.room, *c_room = block.room + BLOCK * s.rank;
+        for (int64_t t = 0; t < block.count; t++)
+            each_vector(s.rank, MK_BODY(int64_t r, int64_t lanes) {
+                store_part(b_room + t * s.rank + r, load_part(b + t * s.b.token + r, lanes), lanes);
+                store_part(c_room + t * s.rank + r, load_part(c + t * s.c.token + r, lanes), lanes);
+            });
+        block.b = b_room, block.c = c_room, block.b_step = block.c_step = s.rank;
+    }
+}
+
+template <class Number>
+static void gather_tokens(const Scan& s, const Part& part, Block& block) {
+    find_sides<Number>(s, part, block);
     for (int64_t t = 0; t < block.count; t++)
         for (int64_t v = 0; v < part.vectors; v++) {
-            vf dt = step_size(s, part, block.begin + t, v).dt;
+            vf dt = step_size<Number>(s, part, block.begin + t, v).dt;
             store(block.dt + place(v, t), dt);
-            store(block.u + place(v, t), dt * load_part(part.at(s.x, block.begin + t, v), part.lanes(v)));
+            store(block.u + place(v, t), dt * load_part(part.at<Number>(s.x, block.begin + t, v), part.lanes(v)));
         }
 }
 
@@ -173,12 +203,11 @@ static void scan_states(
     const Scan& s, const Part& part, const Block& block, int64_t v, int64_t first, const float* a, float* h, float* y,
     Lookahead& ahead) {
     const float *dt = block.dt + place(v, 0), *u = block.u + place(v, 0);
-    const float* b = part.group_at(s.b, block.begin) + first;
-    const float* c = part.group_at(s.c, block.begin) + first;
+    const float *b = block.b + first, *c = block.c + first;
     const uint8_t* fresh = s.fresh_bs ? s.fresh_bs + part.row * s.tokens + block.begin : nullptr;
     vf state[n];
     for (int r = 0; r < n; r++) state[r] = load(h + r * W);
-    for (int64_t t = 0; t < block.count; t++, b += s.b.token, c += s.c.token) {
+    for (int64_t t = 0; t < block.count; t++, b += block.b_step, c += block.c_step) {
         ahead.step();
         vf dt_t = load(dt + t * W), u_t = load(u + t * W), y_t = {};
         if (fresh && fresh[t])
@@ -194,18 +223,19 @@ static void scan_states(
 }
 
 // y = (sum_r h c + skip x) silu(z), where the sum is what the block's `y` holds.
-static void write_outputs(const Scan& s, const Part& part, const Block& block, const float* y, float* out_bsi) {
+template <class Number>
+static void write_outputs(const Scan& s, const Part& part, const Block& block, const float* y, void* out_bsi) {
     int64_t width = s.groups * s.channels;
-    float* out = out_bsi + (part.row * s.tokens + block.begin) * width + part.first;
+    Number* out = (Number*)out_bsi + (part.row * s.tokens + block.begin) * width + part.first;
     for (int64_t t = 0; t < block.count; t++)
         for (int64_t v = 0; v < part.vectors; v++) {
             int64_t lanes = part.lanes(v);
             vf y_t = load(y + place(v, t));
             if (s.skip_i)
                 y_t += load_part(s.skip_i + part.first + v * W, lanes) *
-                       load_part(part.at(s.x, block.begin + t, v), lanes);
+                       load_part(part.at<Number>(s.x, block.begin + t, v), lanes);
             if (s.z.data) {
-                vf z = load_part(part.at(s.z, block.begin + t, v), lanes);
+                vf z = load_part(part.at<Number>(s.z, block.begin + t, v), lanes);
                 y_t *= z * sigmoid_of(z);
             }
             store_part(out + t * width + v * W, y_t, lanes);
@@ -215,31 +245,34 @@ static void write_outputs(const Scan& s, const Part& part, const Block& block, c
 struct ScanForward {
     MK_FIELDS(ScanForward,
         Scan inputs;
-        float *y_bsi, *last_bir;
+        void* y_bsi;
+        float* last_bir;
     )
 };
 
+template <class Number>
 static void scan_part(const Part& part, const ScanForward& call) {
     const Scan& s = call.inputs;
     int64_t states = part.vectors * s.rank * W, tokens = part.vectors * BLOCK * W;
-    float* a = scratch<SCAN_PART>(2 * states + 3 * tokens);
+    float* a = scratch<SCAN_PART>(2 * states + 3 * tokens + s.narrow * 2 * BLOCK * s.rank);
     float *h = a + states, *y = h + states;
     Block block = {0, 0, y + tokens, y + 2 * tokens};
+    block.room = y + 3 * tokens;
     int64_t matrix = part.first * s.rank, of_row = part.row * s.groups * s.channels * s.rank + matrix;
     gather_states(part, s.a_ir + matrix, s.rank, s.rank, LOG2_E, a);
     gather_states(part, s.state_bir ? s.state_bir + of_row : nullptr, s.rank, s.rank, 1.0f, h);
     for (; block.begin < s.tokens; block.begin += BLOCK) {
         block.count = least(BLOCK, s.tokens - block.begin);
-        gather_tokens(s, part, block);
+        gather_tokens<Number>(s, part, block);
         clear(y, tokens);
         int64_t next = block.begin + BLOCK;
-        Lookahead ahead = {part, {s.x, s.dt, s.z}, next, least(next + BLOCK, s.tokens)};
+        Lookahead ahead = {part, {s.x, s.dt, s.z}, next, least(next + BLOCK, s.tokens), s.narrow};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<W>(s.rank, 0, [&](auto n, int64_t first) {
                 int64_t at = (v * s.rank + first) * W;
                 scan_states<n.value, true>(s, part, block, v, first, a + at, h + at, y + place(v, 0), ahead);
             });
-        write_outputs(s, part, block, y, call.y_bsi);
+        write_outputs<Number>(s, part, block, y, call.y_bsi);
     }
     scatter_states(part, h, s.rank, call.last_bir + of_row, s.rank);
 }
@@ -251,7 +284,9 @@ namespace MK_ISA {
 using scan::ScanForward;
 
 static void selective_scan(const ScanForward& call) {
-    scan::for_parts(call.inputs, [&](const scan::Part& part) { scan_part(part, call); });
+    with_numbers(call.inputs.narrow, [&](auto number) {
+        scan::for_parts(call.inputs, [&](const scan::Part& part) { scan::scan_part<decltype(number)>(part, call); });
+    });
 }
 
 }  // namespace MK_ISA

@@ -24,7 +24,8 @@ struct ScanBackward {
         Scan inputs;
         PerToken dy;
         const float* d_last_bir;
-        float *dx_bsi, *d_dt_bsi, *dz_bsi, *da_bir, *db_kbsgr, *dc_kbsgr, *d_state_bir, *d_skip_bi, *d_dt_bias_bi;
+        void *dx_bsi, *d_dt_bsi, *dz_bsi;  // bfloat16 only for at most RUN states
+        float *da_bir, *db_kbsgr, *dc_kbsgr, *d_state_bir, *d_skip_bi, *d_dt_bias_bi;
     )
 };
 
@@ -39,18 +40,19 @@ struct BackwardBlock : Block {
     float *db, *dc;           // [token][state of the run][lane], summed over the part's vectors
 };
 
-static void gather_tokens_backward(const Scan& s, const Part& part, const PerToken& dy, const BackwardBlock& block) {
-    gather_tokens(s, part, block);
+template <class Number>
+static void gather_tokens_backward(const Scan& s, const Part& part, const PerToken& dy, BackwardBlock& block) {
+    gather_tokens<Number>(s, part, block);
     for (int64_t t = 0; t < block.count; t++)
         for (int64_t v = 0; v < part.vectors; v++) {
             int64_t lanes = part.lanes(v);
-            vf dy_t = load_part(part.at(dy, block.begin + t, v), lanes);
+            vf dy_t = load_part(part.at<Number>(dy, block.begin + t, v), lanes);
             if (s.z.data) {
-                vf z = load_part(part.at(s.z, block.begin + t, v), lanes);
+                vf z = load_part(part.at<Number>(s.z, block.begin + t, v), lanes);
                 dy_t *= z * sigmoid_of(z);
             }
             store(block.dy + place(v, t), dy_t);
-            store(block.x + place(v, t), load_part(part.at(s.x, block.begin + t, v), lanes));
+            store(block.x + place(v, t), load_part(part.at<Number>(s.x, block.begin + t, v), lanes));
         }
 }
 
@@ -60,11 +62,11 @@ static void recompute_states(
     const Scan& s, const Part& part, const BackwardBlock& block, int64_t v, int64_t first, const float* a,
     const float* h, Lookahead& ahead) {
     const float *dt = block.dt + place(v, 0), *u = block.u + place(v, 0);
-    const float* b = part.group_at(s.b, block.begin) + first;
+    const float* b = block.b + first;
     const uint8_t* fresh = s.fresh_bs ? s.fresh_bs + part.row * s.tokens + block.begin : nullptr;
     vf state[n];
     for (int r = 0; r < n; r++) state[r] = load(h + r * W);
-    for (int64_t t = 0; t < block.count; t++, b += s.b.token) {
+    for (int64_t t = 0; t < block.count; t++, b += block.b_step) {
         ahead.step();
         vf dt_t = load(dt + t * W), u_t = load(u + t * W);
         vf link = splat(fresh && fresh[t] ? 0.0f : 1.0f);
@@ -90,8 +92,7 @@ static void scan_states_back(
     vf link[n], da_r[n];
     for (int r = 0; r < n; r++) link[r] = load(g + r * W), da_r[r] = load(da + r * W);
     for (int64_t t = block.count - 1; t >= 0; t--) {
-        const float* b = part.group_at(s.b, block.begin + t) + first;
-        const float* c = part.group_at(s.c, block.begin + t) + first;
+        const float *b = block.b + t * block.b_step + first, *c = block.c + t * block.c_step + first;
         int64_t at = place(v, t);
         vf dt_t = load(block.dt + at), u_t = load(block.u + at), dy_t = load(block.dy + at);
         vf y_t = load(block.y + at), du_t = load(block.du + at), d_log2_t = load(block.d_log2 + at);
@@ -120,6 +121,7 @@ static void scan_states_back(
 
 // The gradients per token and channel. All are linear in the sums over states, so each run of states adds its share;
 // the first also has what does not depend on states. Adds to d_skip and d_dt_bias, [vector][lane].
+template <class Number>
 static void write_gradients(
     const Scan& s, const Part& part, const ScanBackward& grads, const BackwardBlock& block, bool add, float* d_skip,
     float* d_dt_bias) {
@@ -131,20 +133,20 @@ static void write_gradients(
             vf x = load(block.x + at), du = load(block.du + at), y = load(block.y + at), dy = load(block.dy + at);
             vf dx = load(block.dt + at) * du;
             vf d_dt = x * du + splat(LN_2) * load(block.d_log2 + at);
-            if (s.softplus) d_dt *= sigmoid_of(step_size(s, part, token, v).raw);
+            if (s.softplus) d_dt *= sigmoid_of(step_size<Number>(s, part, token, v).raw);
             if (s.skip_i && !add) {
                 vf skip = load_part(s.skip_i + part.first + v * W, lanes);
                 dx += skip * dy;
                 y += skip * x;
                 store(d_skip + v * W, load(d_skip + v * W) + x * dy);
             }
-            if (grads.dx_bsi) put_part(grads.dx_bsi + out, dx, lanes, add);
-            if (grads.d_dt_bsi) put_part(grads.d_dt_bsi + out, d_dt, lanes, add);
+            if (grads.dx_bsi) put_part((Number*)grads.dx_bsi + out, dx, lanes, add);
+            if (grads.d_dt_bsi) put_part((Number*)grads.d_dt_bsi + out, d_dt, lanes, add);
             store(d_dt_bias + v * W, load(d_dt_bias + v * W) + d_dt);
             if (grads.dz_bsi) {
-                vf z = load_part(part.at(s.z, token, v), lanes), open = sigmoid_of(z);
-                vf d_gated = load_part(part.at(grads.dy, token, v), lanes);
-                put_part(grads.dz_bsi + out, d_gated * y * silu_slope(z, open), lanes, add);
+                vf z = load_part(part.at<Number>(s.z, token, v), lanes), open = sigmoid_of(z);
+                vf d_gated = load_part(part.at<Number>(grads.dy, token, v), lanes);
+                put_part((Number*)grads.dz_bsi + out, d_gated * y * silu_slope(z, open), lanes, add);
             }
         }
 }
@@ -161,13 +163,15 @@ static void write_channel_sums(
 }
 
 // The states [first, first + n) of a part, through the whole sequence and back.
+template <class Number>
 static void scan_run_back(
     const Scan& s, const Part& part, const ScanBackward& grads, int64_t first, int64_t n, float* d_skip,
     float* d_dt_bias) {
     int64_t blocks = ceil_div(s.tokens, BLOCK);
     int64_t states = part.vectors * n * W, tokens = part.vectors * BLOCK * W, few = BLOCK * FEW * W;
     int64_t run = BLOCK * RUN * W;
-    float* next = scratch<SCAN_PART>((blocks + 4) * states + 7 * tokens + 2 * few + 2 * run);
+    float* next = scratch<SCAN_PART>((blocks + 4) * states + 7 * tokens + 2 * few + 2 * run +
+                                     s.narrow * 2 * BLOCK * s.rank);
     auto take = [&](int64_t floats) { return (next += floats) - floats; };
     float *a = take(states), *g = take(states), *da = take(states);
     float* entering = take((blocks + 1) * states);  // the state before each block
@@ -176,6 +180,7 @@ static void scan_run_back(
     block.y = take(3 * tokens), block.du = block.y + tokens, block.d_log2 = block.du + tokens;
     block.decay = take(few), block.carried = take(few);
     block.db = take(2 * run), block.dc = block.db + run;
+    block.room = take(s.narrow * 2 * BLOCK * s.rank);
 
     int64_t matrix = part.first * s.rank + first, of_row = part.row * s.groups * s.channels * s.rank + matrix;
     gather_states(part, s.a_ir + matrix, s.rank, n, LOG2_E, a);
@@ -187,9 +192,9 @@ static void scan_run_back(
         float* h = entering + (m + 1) * states;
         copy(h - states, states, h);
         block.begin = m * BLOCK, block.count = BLOCK;
-        gather_tokens(s, part, block);
+        gather_tokens<Number>(s, part, block);
         int64_t next = block.begin + BLOCK;
-        Lookahead ahead = {part, {s.x, s.dt}, next, least(next + BLOCK, s.tokens)};
+        Lookahead ahead = {part, {s.x, s.dt}, next, least(next + BLOCK, s.tokens), s.narrow};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<W>(n, 0, [&](auto count, int64_t r) {
                 int64_t at = (v * n + r) * W;
@@ -198,17 +203,17 @@ static void scan_run_back(
     }
     for (int64_t m = blocks - 1; m >= 0; m--) {
         block.begin = m * BLOCK, block.count = least(BLOCK, s.tokens - block.begin);
-        gather_tokens_backward(s, part, grads.dy, block);
+        gather_tokens_backward<Number>(s, part, grads.dy, block);
         clear(block.y, 3 * tokens);
         clear(block.db, 2 * run);
-        Lookahead ahead = {part, {s.x, s.dt, s.z, grads.dy}, m ? block.begin - BLOCK : 0, block.begin};
+        Lookahead ahead = {part, {s.x, s.dt, s.z, grads.dy}, m ? block.begin - BLOCK : 0, block.begin, s.narrow};
         for (int64_t v = 0; v < part.vectors; v++)
             for_states<FEW>(n, 0, [&](auto count, int64_t r) {
                 int64_t at = (v * n + r) * W;
                 recompute_states<count.value>(s, part, block, v, first + r, a + at, entering + m * states + at, ahead);
                 scan_states_back<count.value>(s, part, block, v, first + r, r, a + at, g + at, da + at);
             });
-        write_gradients(s, part, grads, block, first > 0, d_skip, d_dt_bias);
+        write_gradients<Number>(s, part, grads, block, first > 0, d_skip, d_dt_bias);
         write_channel_sums(s, part, block, first, n, block.db, grads.db_kbsgr);
         write_channel_sums(s, part, block, first, n, block.dc, grads.dc_kbsgr);
     }
@@ -216,11 +221,12 @@ static void scan_run_back(
     if (grads.d_state_bir) scatter_states(part, g, n, grads.d_state_bir + of_row, s.rank);
 }
 
+template <class Number>
 static void scan_part_back(const Scan& s, const Part& part, const ScanBackward& grads) {
     float *d_skip = scratch<SCAN_SUMS>(2 * part.vectors * W), *d_dt_bias = d_skip + part.vectors * W;
     clear(d_skip, 2 * part.vectors * W);
     for (int64_t first = 0; first == 0 || first < s.rank; first += RUN)  // once without states: there is the skip
-        scan_run_back(s, part, grads, first, least(RUN, s.rank - first), d_skip, d_dt_bias);
+        scan_run_back<Number>(s, part, grads, first, least(RUN, s.rank - first), d_skip, d_dt_bias);
     int64_t out = part.row * s.groups * s.channels + part.first;
     if (grads.d_skip_bi) copy(d_skip, part.channels, grads.d_skip_bi + out);
     if (grads.d_dt_bias_bi) copy(d_dt_bias, part.channels, grads.d_dt_bias_bi + out);
@@ -233,7 +239,11 @@ namespace MK_ISA {
 using scan::ScanBackward;
 
 static void selective_scan_backward(const ScanBackward& call) {
-    scan::for_parts(call.inputs, [&](const scan::Part& part) { scan_part_back(call.inputs, part, call); });
+    with_numbers(call.inputs.narrow, [&](auto number) {
+        scan::for_parts(call.inputs, [&](const scan::Part& part) {
+            scan::scan_part_back<decltype(number)>(call.inputs, part, call);
+        });
+    });
 }
 
 }  // namespace MK_ISA

@@ -35,6 +35,29 @@ MK_INLINE void column_tiles(int64_t vectors, const F& f) {
     if (j < vectors) f(Count<1>(), j);
 }
 
+// What products are made of. A word of a factor holds HELD numbers that follow each other along the axis which is summed
+// over; a tile adds the products of words.
+struct Floats {
+    static constexpr int64_t HELD = 1;
+    MK_INLINE vf spread(const float* word) { return splat(*word); }
+    MK_INLINE vf add(vf sum, vf a, vf b) { return sum + a * b; }
+};
+#if defined(MK_X86) && MK_WIDTH == 16
+// bfloat16 times bfloat16 with float32 sums, by the processor's own instruction (MK_BF16 of extension.h).
+struct Bfloat16s {
+    static constexpr int64_t HELD = 2;
+    MK_INLINE vf spread(const float* word) {
+        int32_t bits;
+        memcpy(&bits, word, sizeof bits);
+        return (vf)splat_int(bits);
+    }
+    MK_INLINE vf add(vf sum, vf a, vf b) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
+};
+#endif
+
 // Loops over a tile have to vanish, or the tile would lie in memory instead of registers.
 #define MK_UNROLLED _Pragma("GCC unroll 8") for
 
@@ -46,15 +69,15 @@ struct Tile {
         MK_UNROLLED(int i = 0; i < M; i++) MK_UNROLLED(int j = 0; j < N; j++) at[i][j] = vf{};
     }
 
-    // += a b over `count` terms. The left factor's element (i, k) is a[i * lda + k], transposed a[k * lda + i].
-    template <bool transposed>
+    // += a b over `count` words. The left factor's word (i, k) is a[i * lda + k], transposed a[k * lda + i].
+    template <bool transposed, class Factors = Floats>
     MK_INSIDE void add_product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t count) {
         for (int64_t k = 0; k < count; k++) {
             vf right[N];
             MK_UNROLLED(int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * W);
             MK_UNROLLED(int i = 0; i < M; i++) {
-                vf left = splat(transposed ? a[k * lda + i] : a[i * lda + k]);
-                MK_UNROLLED(int j = 0; j < N; j++) at[i][j] += left * right[j];
+                vf left = Factors::spread(a + (transposed ? k * lda + i : i * lda + k));
+                MK_UNROLLED(int j = 0; j < N; j++) at[i][j] = Factors::add(at[i][j], left, right[j]);
             }
         }
     }

@@ -7,8 +7,9 @@
 #pragma once
 
 #include "border.h"
+#include "extension.h"
 #include "rows.h"
-#include "small_gemm.h"
+#include "ssd_factors.h"
 #include "threads.h"
 
 namespace MK_ISA {
@@ -17,11 +18,14 @@ namespace ssd {
 // A tensor whose first two axes are batch and token, with their strides; the other axes are contiguous.
 struct Sequence {
     MK_FIELDS(Sequence,
-        const float* data;
+        const void* data;
         int64_t batch_stride, token_stride;
     )
 
-    const float* at(int64_t batch, int64_t token) const { return data + batch * batch_stride + token * token_stride; }
+    template <class Number = float>
+    const Number* at(int64_t batch, int64_t token) const {
+        return (const Number*)data + batch * batch_stride + token * token_stride;
+    }
 };
 
 struct Ssd {
@@ -30,6 +34,7 @@ struct Ssd {
         Sequence v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, w_now_bsh, w_later_bsh;
         const int64_t* segments_bs;  // or null
         const float* state_bhpr;
+        bool narrow;  // v, b, c, y and their gradients are bfloat16
     )
 
     int64_t rows() const { return chunk_len * m; }
@@ -165,7 +170,9 @@ MK_INLINE vf pair_weight(const Ssd& x, const Decays& d, int64_t l, int64_t at, v
 // How far a row reaches: the columns of its own token and of those before it.
 MK_INLINE int64_t reach(int64_t row, int64_t m) { return (row / m + 1) * m; }
 
-// out = a b, only the blocks that hold pairs of a row and its reach. b has one column per row of the chunk.
+// out = a b over `count` words, only the blocks that hold pairs of a row and its reach. b has one column per row of the
+// chunk.
+template <class Factors>
 static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t count,
                           float* out, int64_t ld) {
     row_tiles(q, [&](auto rows, int64_t i) {
@@ -174,72 +181,85 @@ static void lower_product(int64_t q, int64_t m, const float* a, int64_t lda, con
         column_tiles(vectors, [&](auto columns, int64_t j) {
             Tile<M, decltype(columns)::value> tile;
             tile.clear();
-            tile.template add_product<false>(a + i * lda, lda, b + j * W, ldb, count);
+            tile.template add_product<false, Factors>(a + i * lda, lda, b + j * W, ldb, count);
             tile.store_to(out + i * ld + j * W, ld);
         });
     });
 }
 
-// to = over * from + left^T right over the q rows of a chunk: how a state passes it, forwards or backwards.
-static void pass_chunk(const Ssd& x, int64_t q, const float* left, const float* right, float over,
+// to = over * from + left^T right over the q rows of a chunk: how a state passes it, forwards or backwards. All factors
+// are words down; `rests`, if not null, is added to `right`.
+template <class Factors>
+static void pass_chunk(const Ssd& x, int64_t q, const float* left, const float* right, const float* rests, float over,
                        const float* from, float* to) {
-    int64_t P = x.P(), R = x.R();
+    int64_t P = x.P(), R = x.R(), count = words<Factors>(q);
     column_tiles(P / W, [&](auto columns, int64_t j) {
         row_tiles(x.r, [&](auto rows, int64_t i) {
             Tile<decltype(rows)::value, decltype(columns)::value> tile;
             tile.clear();
-            tile.template add_product<true>(left + i, R, right + j * W, P, q);
+            tile.template add_product<true, Factors>(left + i, R, right + j * W, P, count);
+            if (rests) tile.template add_product<true, Factors>(left + i, R, rests + j * W, P, count);
             tile.add_scaled(over, from + i * P + j * W, P);
             tile.store_to(to + i * P + j * W, P);
         });
     });
 }
 
-static void copy_padded(const float* from, int64_t n, float* to, int64_t width) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store(to + i, load(from + i));
-    for (; i < width; i += W) store(to + i, i < n ? load_part(from + i, n - i) : vf{});
+// A row in words, filled up with zeros.
+template <class Factors, class Number>
+static void copy_padded(const Number* from, int64_t n, float* to, int64_t width) {
+    if constexpr (Factors::HELD > 1) {
+        bfloat16* row = (bfloat16*)to;
+        copy(from, n, row);
+        clear(row + n, width - n);
+    } else {
+        int64_t i = 0;
+        for (; i + W <= n; i += W) store(to + i, load(from + i));
+        for (; i < width; i += W) store(to + i, i < n ? load_part(from + i, n - i) : vf{});
+    }
 }
 
 // Asks for n numbers that will be read soon. They need not exist.
-MK_INLINE void prefetch_row(const float* base, int64_t offset, int64_t n) {
-    for (int64_t i = 0; i < n; i += 16) prefetch(base, (offset + i) * (int64_t)sizeof(float));
+template <class Number>
+MK_INLINE void prefetch_row(const Number* base, int64_t offset, int64_t n) {
+    for (int64_t i = 0; i < n * (int64_t)sizeof(Number); i += 64) prefetch(base, offset * (int64_t)sizeof(Number) + i);
 }
 
-// The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, padded to `width`. The rows that will be
-// asked for next lie `ahead` of these.
+// The rows of a chunk from a tensor of `blocks` groups or heads of n numbers, in words by rows, padded to `width`
+// numbers. The rows that will be asked for next lie `ahead` of these.
+template <class Factors, class Number>
 static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t blocks, int64_t index, int64_t n,
                         float* to, int64_t width, int64_t ahead) {
     for (int64_t l = 0; l < c.len; l++) {
-        const float* token = from.at(c.batch, c.start + l) + index * n;
-        for (int64_t rank = 0; rank < m; rank++, to += width) {
-            const float* row = token + rank * blocks * n;
+        const Number* token = from.at<Number>(c.batch, c.start + l) + index * n;
+        for (int64_t rank = 0; rank < m; rank++, to += width / Factors::HELD) {
+            const Number* row = token + rank * blocks * n;
             prefetch_row(row, ahead, n);
-            copy_padded(row, n, to, width);
+            copy_padded<Factors>(row, n, to, width);
         }
     }
 }
 
-// The other way: q rows of n numbers to where a tensor has them, or added to what it has.
-static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, float* to, int64_t ld, bool add) {
+// The other way: q rows of n floats to where a tensor has them, or added to what it has.
+template <class Number>
+static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, Number* to, int64_t ld, bool add) {
     for (int64_t i = 0; i < q; i++)
-        for (int64_t j = 0; j < n; j += W) put_part(to + i * ld + j, load(from + i * width + j), n - j, add);
+        for (int64_t j = 0; j < n; j += W) {
+            vf x = load(from + i * width + j);
+            store_part(to + i * ld + j, add ? x + load_part(to + i * ld + j, n - j) : x, n - j);
+        }
 }
 
-// to = diag(factor) from, for q rows.
-static void scale_rows(const float* from, const float* factor, int64_t q, int64_t width, float* to) {
-    for (int64_t i = 0; i < q; i++)
-        for (int64_t j = 0; j < width; j += W) store(to + i * width + j, splat(factor[i]) * load(from + i * width + j));
-}
-
-// The state after a chunk, from that before it.
+// The state after a chunk, from that before it. b is words down, v words by rows. A state that is handed on is held to
+// float32: what it is written with is rounded no further than to 16 bits.
+template <class Factors, bool handed_on>
 static void advance(const Ssd& x, const Chunk& c, const Decays& d, const float* b, const float* v, float* weighed,
                     const float* from, float* to) {
-    for (int64_t i = 0; i < c.q; i++) {
-        vf weight = splat(d.to_end[i] * d.w_later[i]);
-        for (int64_t j = 0; j < x.P(); j += W) store(weighed + i * x.P() + j, weight * load(v + i * x.P() + j));
-    }
-    pass_chunk(x, c.q, b, weighed, d.over, from, to);
+    auto weight = MK_BODY(int64_t i) { return d.to_end[i] * d.w_later[i]; };
+    const float* rests = nullptr;
+    if constexpr (handed_on) rests = weigh_rows_twice<Factors>(v, c.q, x.P(), weight, weighed);
+    else weigh_rows_down<Factors>(v, c.q, x.P(), weight, weighed);
+    pass_chunk<Factors>(x, c.q, b, weighed, rests, d.over, from, to);
 }
 
 // From the rows of one head (or group) to those visited next: the next one's, and after the last one the first one's of
@@ -280,15 +300,35 @@ static void for_head_ranges(const Ssd& x, int64_t ranges, const Task& task) {
     });
 }
 
+// Rows of a chunk as they come; `step` tokens on are those that will be asked for next.
+template <class Factors>
+static void gather(const Ssd& x, const Sequence& from, const Chunk& c, int64_t blocks, int64_t index, int64_t first,
+                   int64_t last, int64_t n, int64_t step, float* to) {
+    int64_t ahead = rows_ahead(from, n, index, first, last, step), width = round_up(n, W);
+    if (x.narrow) gather_rows<Factors, bfloat16>(from, c, x.m, blocks, index, n, to, width, ahead);
+    else if constexpr (Factors::HELD == 1) gather_rows<Factors, float>(from, c, x.m, blocks, index, n, to, width, ahead);
+}
+
+template <class Factors>
 static void gather_side(const Ssd& x, const Sequence& from, const Chunk& c, int64_t group, const Heads& heads,
                         int64_t step, float* to) {
     int64_t per_group = x.h / x.g, first = heads.first / per_group, last = (heads.last - 1) / per_group + 1;
-    gather_rows(from, c, x.m, x.g, group, x.r, to, x.R(), rows_ahead(from, x.r, group, first, last, step));
+    gather<Factors>(x, from, c, x.g, group, first, last, x.r, step, to);
 }
 
+template <class Factors>
 static void gather_values(const Ssd& x, const Sequence& from, const Chunk& c, int64_t head, const Heads& heads,
                           int64_t step, float* to) {
-    gather_rows(from, c, x.m, x.h, head, x.p, to, x.P(), rows_ahead(from, x.p, head, heads.first, heads.last, step));
+    gather<Factors>(x, from, c, x.h, head, heads.first, heads.last, x.p, step, to);
+}
+
+// body(Factors) with what products of these inputs are made of on this machine.
+template <class Body>
+MK_INLINE void with_factors(const Ssd& x, const Body& body) {
+#if defined(MK_X86) && MK_WIDTH == 16
+    if (x.narrow && mk_extension_in_use >= MK_BF16) return body(Bfloat16s());
+#endif
+    body(Floats());
 }
 
 }  // namespace ssd

@@ -16,7 +16,9 @@ struct SsdBackward {
         Ssd inputs;
         Sequence d_y_bsmhp;
         const float* d_last_bhpr;
-        float *d_v_bsmhp, *d_b_bsmgr, *d_c_bsmgr, *d_da_bsh, *d_w_now_bsh, *d_w_later_bsh, *d_state_bhpr;
+        void *d_v_bsmhp, *d_b_bsmgr, *d_c_bsmgr;
+        float *d_da_bsh, *d_w_now_bsh, *d_w_later_bsh, *d_state_bhpr;
+        bool narrow_sides;  // d_b and d_c are bfloat16: where no two heads add to the same
         // Heads are split into `ranges`. One that begins inside a group adds to B and C of that group here, [range - 1][B, C]
         // s m r, until all are done: sums in a fixed order, whatever thread is first.
         int64_t ranges;
@@ -33,8 +35,8 @@ struct BackwardBuffers {
     int64_t stretch, stretches;  // chunks of a stretch
     Chunk chunk;
     Decays decays;
-    float *b, *c, *b_t, *c_t;             // q x R, R x Q
-    float *v, *d_y, *v_t, *d_y_t;         // q x P, P x Q
+    float *b, *c, *b_t, *c_t;             // q x R, R x Q: words by rows, and across
+    float *v, *d_y, *v_t, *d_y_t;         // q x P, P x Q: the same
     float *weighed, *d_v;                 // q x P
     float *mixed, *d_mixed;               // q x Q
     float *product, *d_product;           // q x Q: c . b
@@ -44,6 +46,9 @@ struct BackwardBuffers {
     float* states;                        // stretch x heads x r x P: entering each chunk
     float* kept;                          // stretches x heads x r x P: entering each stretch
     float* d_states;                      // heads x r x P
+    // Rooms for factors: q x R; q x P; q x Q; r x P.
+    float *b_room, *c_room, *d_y_room, *mixed_room, *state_room, *d_state_room, *d_state_down;
+    const float *b_down, *c_down;  // B and C in words down
 
     int64_t lay_out(const Ssd& x, int64_t heads, float* block) {
         Arena arena{block};
@@ -76,15 +81,23 @@ struct BackwardBuffers {
         states = arena.floats(stretch * heads * one);
         kept = arena.floats(stretches * heads * one);
         d_states = arena.floats(heads * one);
+        int64_t rooms = x.narrow;
+        b_room = arena.floats(rooms * q * R);
+        c_room = arena.floats(rooms * q * R);
+        d_y_room = arena.floats(rooms * q * P);
+        mixed_room = arena.floats(rooms * q * Q);
+        state_room = arena.floats(rooms * one);
+        d_state_room = arena.floats(rooms * one);
+        d_state_down = arena.floats(rooms * one);
         return arena.used;
     }
 };
 
 // Where the gradients of B and C go, and whether other heads have been there before.
 struct Sides {
-    float *d_b, *d_c;
+    void *d_b, *d_c;
     int64_t ld;
-    bool add;
+    bool add, narrow;
 };
 
 // From d_mixed = d_y . v: mixed for the gradient of v, and the gradients of c . b (added), of w_now, of w_later as far as
@@ -126,10 +139,12 @@ static void weigh_pairs(const Ssd& x, const Chunk& c, const Decays& d, BackwardB
 }
 
 // Of a product side . state with the state of a head, scaled by row: adds the gradient of the transposed side, and
-// leaves that of the scale. right_t is the other factor of the gradient, d_y or v.
+// leaves that of the scale. right_t is the other factor of the gradient, d_y or v. The state is words by rows, right_t
+// and side_t are words across.
+template <class Factors>
 static void side_backward(const Ssd& x, int64_t q, const float* state, const float* right_t, const float* side_t,
                           const float* scale, float* d_side_t, float* d_scale) {
-    int64_t P = x.P(), Q = x.Q();
+    int64_t P = x.P() / Factors::HELD, Q = x.Q();
     clear(d_scale, Q);
     column_tiles(round_up(q, W) / W, [&](auto columns, int64_t j) {
         constexpr int N = decltype(columns)::value;
@@ -137,13 +152,13 @@ static void side_backward(const Ssd& x, int64_t q, const float* state, const flo
             constexpr int M = decltype(rows)::value;
             Tile<M, N> tile;
             tile.clear();
-            tile.template add_product<false>(state + i * P, P, right_t + j * W, Q, x.p);
+            tile.template add_product<false, Factors>(state + i * P, P, right_t + j * W, Q, words<Factors>(x.p));
             MK_UNROLLED(int k = 0; k < N; k++) {
                 int64_t column = (j + k) * W;
                 vf factor = load(scale + column), total = load(d_scale + column);
                 MK_UNROLLED(int a = 0; a < M; a++) {
                     int64_t here = (i + a) * Q + column;
-                    total += tile.at[a][k] * load(side_t + here);
+                    total += tile.at[a][k] * numbers_of<Factors>(side_t, Q, i, a, column);
                     store(d_side_t + here, load(d_side_t + here) + factor * tile.at[a][k]);
                 }
                 store(d_scale + column, total);
@@ -152,18 +167,19 @@ static void side_backward(const Ssd& x, int64_t q, const float* state, const flo
     });
 }
 
-// d_v = diag(weight) B d_last + mixed^T d_y
+// d_v = diag(weight) B d_last + mixed^T d_y. B is words by rows, the others are words down.
+template <class Factors>
 static void values_backward(const Ssd& x, int64_t q, const float* b, const float* d_last, const float* weight,
                             const float* mixed, const float* d_y, float* d_v, int64_t ld) {
-    int64_t P = x.P(), R = x.R(), Q = x.Q();
+    int64_t P = x.P(), R = x.R() / Factors::HELD, Q = x.Q(), all = words<Factors>(q);
     column_tiles(P / W, [&](auto columns, int64_t j) {
         row_tiles(q, [&](auto rows, int64_t i) {
             Tile<decltype(rows)::value, decltype(columns)::value> tile;
             tile.clear();
-            tile.template add_product<false>(b + i * R, R, d_last + j * W, P, x.r);
+            tile.template add_product<false, Factors>(b + i * R, R, d_last + j * W, P, words<Factors>(x.r));
             tile.scale_rows(weight + i);
-            int64_t reader = i / x.m * x.m;  // no earlier one reads these rows
-            tile.template add_product<true>(mixed + reader * Q + i, Q, d_y + reader * P + j * W, P, q - reader);
+            int64_t reader = i / x.m * x.m / Factors::HELD;  // no earlier one reads these rows
+            tile.template add_product<true, Factors>(mixed + reader * Q + i, Q, d_y + reader * P + j * W, P, all - reader);
             tile.store_to(d_v + i * ld + j * W, ld);
         });
     });
@@ -199,46 +215,58 @@ static void tokens_backward(const Ssd& x, const Chunk& c, const Decays& d, Backw
 }
 
 // One chunk of one head: `state` entered it, d_state comes in for the state that left it and goes out for `state`.
+template <class Factors>
 static void backward_chunk(const Ssd& x, const SsdBackward& grads, int64_t head, const Heads& heads,
                            BackwardBuffers& at, const float* state, float* d_state) {
     const Chunk& c = at.chunk;
     Decays& d = at.decays;
-    int64_t P = x.P(), Q = x.Q(), width = round_up(c.q, W);
-    gather_values(x, x.v_bsmhp, c, head, heads, -x.chunk_len, at.v);
-    gather_values(x, grads.d_y_bsmhp, c, head, heads, -x.chunk_len, at.d_y);
-    transpose(at.v, P, c.q, x.p, at.v_t, Q, width);
-    transpose(at.d_y, P, c.q, x.p, at.d_y_t, Q, width);
+    int64_t P = x.P(), Q = x.Q(), width = round_up(c.q, W), ld = P / Factors::HELD, count = words<Factors>(x.p);
+    gather_values<Factors>(x, x.v_bsmhp, c, head, heads, -x.chunk_len, at.v);
+    gather_values<Factors>(x, grads.d_y_bsmhp, c, head, heads, -x.chunk_len, at.d_y);
+    transpose(at.v, ld, c.q, count, at.v_t, Q, width);
+    transpose(at.d_y, ld, c.q, count, at.d_y_t, Q, width);
     find_decays(x, c, head, d);
 
     int64_t tokens = c.batch * x.s * x.h + head;
-    lower_product(c.q, x.m, at.d_y, P, at.v_t, Q, x.p, at.d_mixed, Q);
+    lower_product<Factors>(c.q, x.m, at.d_y, ld, at.v_t, Q, count, at.d_mixed, Q);
     weigh_pairs(x, c, d, at, grads.d_w_now_bsh + tokens);
 
-    side_backward(x, c.q, state, at.d_y_t, at.c_t, d.from_start, at.d_c_t, at.d_start);
+    const float* state_rows = as_rows<Factors>(state, x.r, P, at.state_room);
+    const float* d_state_rows = as_rows<Factors>(d_state, x.r, P, at.d_state_room);
+    side_backward<Factors>(x, c.q, state_rows, at.d_y_t, at.c_t, d.from_start, at.d_c_t, at.d_start);
     float* weight = d.sum_high;  // not needed any more
     for (int64_t k = 0; k < width; k++) weight[k] = d.to_end[k] * d.w_later[k];
-    side_backward(x, c.q, d_state, at.v_t, at.b_t, weight, at.d_b_t, at.d_weight);
+    side_backward<Factors>(x, c.q, d_state_rows, at.v_t, at.b_t, weight, at.d_b_t, at.d_weight);
     double d_carry = d.over * inner_product(state, d_state, x.r * P);
     tokens_backward(x, c, d, at, d_carry, grads.d_da_bsh + tokens, grads.d_w_later_bsh + tokens);
 
-    float* d_v = grads.d_v_bsmhp + ((c.batch * x.s + c.start) * x.m * x.h + head) * x.p;
-    bool whole = x.p == P;
-    values_backward(x, c.q, at.b, d_state, weight, at.mixed, at.d_y, whole ? d_v : at.d_v, whole ? x.h * x.p : P);
-    if (!whole) scatter_rows(at.d_v, P, c.q, x.p, d_v, x.h * x.p, false);
+    int64_t place = ((c.batch * x.s + c.start) * x.m * x.h + head) * x.p, ld_v = x.h * x.p;
+    bool directly = x.p == P && !x.narrow;
+    float* d_v = directly ? (float*)grads.d_v_bsmhp + place : at.d_v;
+    values_backward<Factors>(x, c.q, at.b, as_down<Factors>(d_state, x.r, P, at.d_state_down), weight,
+                             as_down<Factors>(at.mixed, c.q, Q, at.mixed_room),
+                             rows_as_down<Factors>(at.d_y, c.q, P, at.d_y_room), d_v, directly ? ld_v : P);
+    if (!directly)
+        with_numbers(x.narrow, MK_BODY(auto number) {
+            scatter_rows(at.d_v, P, c.q, x.p, (decltype(number)*)grads.d_v_bsmhp + place, ld_v, false);
+        });
 
-    scale_rows(at.d_y, d.from_start, c.q, P, at.weighed);
-    pass_chunk(x, c.q, at.c, at.weighed, d.over, d_state, d_state);
+    weigh_rows_down<Factors>(at.d_y, c.q, P, MK_BODY(int64_t i) { return d.from_start[i]; }, at.weighed);
+    pass_chunk<Factors>(x, c.q, at.c_down, at.weighed, nullptr, d.over, d_state, d_state);
 }
 
 // B and C of a chunk and what the heads of their group share; their gradients start at zero.
+template <class Factors>
 static void begin_sides(const Ssd& x, int64_t group, const Heads& heads, BackwardBuffers& at) {
     const Chunk& c = at.chunk;
-    int64_t Q = x.Q(), R = x.R(), width = round_up(c.q, W);
-    gather_side(x, x.b_bsmgr, c, group, heads, -x.chunk_len, at.b);
-    gather_side(x, x.c_bsmgr, c, group, heads, -x.chunk_len, at.c);
-    transpose(at.b, R, c.q, x.r, at.b_t, Q, width);
-    transpose(at.c, R, c.q, x.r, at.c_t, Q, width);
-    lower_product(c.q, x.m, at.c, R, at.b_t, Q, x.r, at.product, Q);
+    int64_t Q = x.Q(), R = x.R(), ld = R / Factors::HELD, count = words<Factors>(x.r), width = round_up(c.q, W);
+    gather_side<Factors>(x, x.b_bsmgr, c, group, heads, -x.chunk_len, at.b);
+    gather_side<Factors>(x, x.c_bsmgr, c, group, heads, -x.chunk_len, at.c);
+    at.b_down = rows_as_down<Factors>(at.b, c.q, R, at.b_room);
+    at.c_down = rows_as_down<Factors>(at.c, c.q, R, at.c_room);
+    transpose(at.b, ld, c.q, count, at.b_t, Q, width);
+    transpose(at.c, ld, c.q, count, at.c_t, Q, width);
+    lower_product<Factors>(c.q, x.m, at.c, ld, at.b_t, Q, count, at.product, Q);
     clear(at.d_product, c.q * Q);
     clear(at.d_b_t, x.r * Q);
     clear(at.d_c_t, x.r * Q);
@@ -246,45 +274,57 @@ static void begin_sides(const Ssd& x, int64_t group, const Heads& heads, Backwar
 
 // The gradients of B and C from what the heads have added up: d_c = d_product b, d_b = d_product^T c, and the parts of
 // the states.
+template <class Factors>
 static void finish_sides(const Ssd& x, BackwardBuffers& at, const Sides& sides) {
     const Chunk& c = at.chunk;
-    int64_t Q = x.Q(), R = x.R(), m = x.m;
-    // The transposed sides are not needed any more, and their R x Q numbers are room enough.
+    int64_t Q = x.Q(), ld = Q / Factors::HELD, R = x.R(), m = x.m, all = words<Factors>(c.q);
+    // The transposed sides and pairs of one head are not needed any more, and there is room enough.
     float *d_b = at.b_t, *d_c = at.c_t;
     transpose(at.d_b_t, Q, x.r, c.q, d_b, R, R);
     transpose(at.d_c_t, Q, x.r, c.q, d_c, R, R);
+    const float* d_rows = as_rows<Factors>(at.d_product, c.q, Q, at.mixed);
+    const float* d_down = as_down<Factors>(at.d_product, c.q, Q, at.mixed_room);
     column_tiles(R / W, [&](auto columns, int64_t j) {
         row_tiles(c.q, [&](auto rows, int64_t k) {
             constexpr int M = decltype(rows)::value;
             Tile<M, decltype(columns)::value> tile;
             tile.clear();
-            tile.template add_product<false>(at.d_product + k * Q, Q, at.b + j * W, R, reach(k + M - 1, m));
+            int64_t count = words<Factors>(reach(k + M - 1, m));
+            tile.template add_product<false, Factors>(d_rows + k * ld, ld, at.b_down + j * W, R, count);
             tile.add_scaled(1.0f, d_c + k * R + j * W, R);
             tile.store_to(d_c + k * R + j * W, R);
-            int64_t reader = k / m * m;  // no earlier one reads these rows
+            int64_t reader = k / m * m / Factors::HELD;  // no earlier one reads these rows
             tile.clear();
-            tile.template add_product<true>(at.d_product + reader * Q + k, Q, at.c + reader * R + j * W, R, c.q - reader);
+            tile.template add_product<true, Factors>(d_down + reader * Q + k, Q, at.c_down + reader * R + j * W, R,
+                                                     all - reader);
             tile.add_scaled(1.0f, d_b + k * R + j * W, R);
             tile.store_to(d_b + k * R + j * W, R);
         });
     });
-    scatter_rows(d_b, R, c.q, x.r, sides.d_b + c.start * m * sides.ld, sides.ld, sides.add);
-    scatter_rows(d_c, R, c.q, x.r, sides.d_c + c.start * m * sides.ld, sides.ld, sides.add);
+    with_numbers(sides.narrow, MK_BODY(auto number) {
+        auto put = MK_BODY(const float* from, void* to) {
+            scatter_rows(from, R, c.q, x.r, (decltype(number)*)to + c.start * m * sides.ld, sides.ld, sides.add);
+        };
+        put(d_b, sides.d_b);
+        put(d_c, sides.d_c);
+    });
 }
 
 // The states of all heads over chunk n.
+template <class Factors>
 static void advance_heads(const Ssd& x, const Heads& heads, int64_t n, BackwardBuffers& at, const float* from,
                           float* to) {
     const Chunk& c = at.chunk;
     int64_t one = x.r * x.P();
     cut(x, heads.batch, n, at.chunk);
     for_groups(x, heads, [&](int64_t group, int64_t first, int64_t last) {
-        gather_side(x, x.b_bsmgr, c, group, heads, x.chunk_len, at.b);
+        gather_side<Factors>(x, x.b_bsmgr, c, group, heads, x.chunk_len, at.b);
+        const float* b = rows_as_down<Factors>(at.b, c.q, x.R(), at.b_room);
         for (int64_t head = first; head < last; head++) {
-            gather_values(x, x.v_bsmhp, c, head, heads, x.chunk_len, at.v);
+            gather_values<Factors>(x, x.v_bsmhp, c, head, heads, x.chunk_len, at.v);
             find_decays(x, c, head, at.decays);
             int64_t here = (head - heads.first) * one;
-            advance(x, c, at.decays, at.b, at.v, at.weighed, from + here, to + here);
+            advance<Factors, false>(x, c, at.decays, b, at.v, at.weighed, from + here, to + here);
         }
     });
 }
@@ -297,13 +337,15 @@ static Sides find_sides(const Ssd& x, const SsdBackward& grads, int64_t batch, i
     bool add = first > group_first && first > whole.first;
     if (whole.first <= group_first) {
         int64_t here = (batch * rows * x.g + group) * x.r;
-        return {grads.d_b_bsmgr + here, grads.d_c_bsmgr + here, x.g * x.r, add};
+        here *= grads.narrow_sides ? sizeof(bfloat16) : sizeof(float);
+        return {(char*)grads.d_b_bsmgr + here, (char*)grads.d_c_bsmgr + here, x.g * x.r, add, grads.narrow_sides};
     }
     float* share = grads.shares + (range - 1) * 2 * rows * x.r;
-    return {share, share + rows * x.r, x.r, add};
+    return {share, share + rows * x.r, x.r, add, false};
 }
 
 // `heads` are some of the `whole` ones that the range has in this row of the batch.
+template <class Factors>
 static void backward_heads(const Ssd& x, const SsdBackward& grads, const Heads& heads, const Heads& whole,
                            int64_t range) {
     BackwardBuffers at;
@@ -315,24 +357,25 @@ static void backward_heads(const Ssd& x, const SsdBackward& grads, const Heads& 
     }
     for (int64_t n = 0; n < (at.stretches - 1) * at.stretch; n++) {
         float* to = at.kept + (n / at.stretch + 1) * all;
-        advance_heads(x, heads, n, at, n % at.stretch ? to : to - all, to);
+        advance_heads<Factors>(x, heads, n, at, n % at.stretch ? to : to - all, to);
     }
     for (int64_t k = at.stretches - 1; k >= 0; k--) {
         int64_t start = k * at.stretch, stop = least(start + at.stretch, x.chunks());
         copy(at.kept + k * all, all, at.states);
         for (int64_t n = start; n < stop - 1; n++) {
             float* entering = at.states + (n - start) * all;
-            advance_heads(x, heads, n, at, entering, entering + all);
+            advance_heads<Factors>(x, heads, n, at, entering, entering + all);
         }
         for (int64_t n = stop - 1; n >= start; n--) {
             cut(x, heads.batch, n, at.chunk);
             for_groups(x, heads, [&](int64_t group, int64_t first, int64_t last) {
-                begin_sides(x, group, heads, at);
+                begin_sides<Factors>(x, group, heads, at);
                 for (int64_t head = first; head < last; head++) {
                     int64_t here = (head - heads.first) * one;
-                    backward_chunk(x, grads, head, heads, at, at.states + (n - start) * all + here, at.d_states + here);
+                    backward_chunk<Factors>(x, grads, head, heads, at, at.states + (n - start) * all + here,
+                                            at.d_states + here);
                 }
-                finish_sides(x, at, find_sides(x, grads, heads.batch, group, first, whole, range));
+                finish_sides<Factors>(x, at, find_sides(x, grads, heads.batch, group, first, whole, range));
             });
         }
     }
@@ -351,8 +394,8 @@ static void add_shares(const Ssd& x, const SsdBackward& grads) {
         parallel(rows, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; i++)
                 for (int64_t j = 0; j < x.r; j++) {
-                    grads.d_b_bsmgr[here + i * ld + j] += share[i * x.r + j];
-                    grads.d_c_bsmgr[here + i * ld + j] += share[(rows + i) * x.r + j];
+                    ((float*)grads.d_b_bsmgr)[here + i * ld + j] += share[i * x.r + j];
+                    ((float*)grads.d_c_bsmgr)[here + i * ld + j] += share[(rows + i) * x.r + j];
                 }
         });
     }
@@ -364,11 +407,13 @@ using ssd::SsdBackward;
 
 static void ssd_backward(const SsdBackward& call) {
     using namespace ssd;
-    for_head_ranges(call.inputs, call.ranges, [&](const Heads& whole, int64_t range) {
-        for (int64_t head = whole.first; head < whole.last; head += HEADS_AT_ONCE) {
-            Heads heads{whole.batch, head, least(head + HEADS_AT_ONCE, whole.last)};
-            backward_heads(call.inputs, call, heads, whole, range);
-        }
+    with_factors(call.inputs, [&](auto factors) {
+        for_head_ranges(call.inputs, call.ranges, [&](const Heads& whole, int64_t range) {
+            for (int64_t head = whole.first; head < whole.last; head += HEADS_AT_ONCE) {
+                Heads heads{whole.batch, head, least(head + HEADS_AT_ONCE, whole.last)};
+                backward_heads<decltype(factors)>(call.inputs, call, heads, whole, range);
+            }
+        });
     });
     add_shares(call.inputs, call);
 }

@@ -4,6 +4,7 @@
 // threads. Buffers that enter and leave (window, state) may be the same memory.
 #pragma once
 
+#include "narrow.h"
 #include "rows.h"
 #include "threads.h"
 #include "vec.h"
@@ -98,6 +99,7 @@ struct StatePass {
     const float *write, *coef, *read;
     const float* in;
     float *out, *y;
+    uint16_t* narrow = nullptr;  // in bfloat16 instead of `in` and `out`, in place
 };
 
 // ROWS rows of the state for WRITERS (0: as many as `s` says) and the READERS from `reader` on. Only the first readers
@@ -114,7 +116,7 @@ MK_INLINE void pass_rows(const StatePass& s, int64_t row, int64_t reader) {
             for (int q = 0; q < ROWS; q++) prefetch(in, (STATE_AHEAD + q * s.r + i) * (int64_t)sizeof(float));
         for (int q = 0; q < ROWS; q++) state[q] = load_part(in + q * s.r + i, count);
         if (WRITES) {
-            for (int q = 0; q < ROWS; q++) state[q] *= splat(s.decay);
+            for (int q = 0; q < ROWS; q++) state[q] = done(state[q] * splat(s.decay));
             for (int64_t w = 0; w < writers; w++) {
                 vf write = load_part(s.write + w * s.r + i, count);
                 for (int q = 0; q < ROWS; q++) state[q] += splat(s.coef[w * s.p + row + q]) * write;
@@ -147,7 +149,58 @@ static void pass_readers(const StatePass& s, int64_t reader, int64_t readers) {
     return pass_state<0, 4, WRITES>(s, reader);
 }
 
+// x in bfloat16, up or down by chance, as likely as it is near: where a state decays by less than half a unit in its last
+// place, the nearest would be the old one for ever. Chance is a number made of the bits of x and of `seed`, so that the same
+// token gives the same.
+MK_INLINE vi rounded_by_chance(vf x, vi seed) {
+    typedef uint32_t Bits __attribute__((vector_size(4 * MK_WIDTH)));
+    const Bits mixed = ((Bits)x ^ (Bits)seed) * (0x2c1b3c6du - Bits{});
+    const Bits up = (Bits)x + (mixed >> 16);
+    return x == x ? (vi)(up >> 16) : splat_int(0x7fc0);
+}
+
+// ROWS rows of a state in bfloat16, with one writer and one reader; the arithmetic is in float32, and what is read is the
+// state before it is rounded.
+template <int ROWS>
+MK_INLINE void pass_rows_narrow(const StatePass& s, int64_t row) {
+    char* state = (char*)(s.narrow + row * s.r);
+    vf total[ROWS] = {};
+    vi seed[ROWS];
+    for (int q = 0; q < ROWS; q++) {
+        int32_t bits;
+        memcpy(&bits, s.coef + row + q, sizeof bits);
+        seed[q] = splat_int((int32_t)((uint32_t)bits * 0x85ebca6bu + (uint32_t)(row + q)));
+    }
+    each_vector(s.r, MK_BODY(int64_t i, int64_t count) {
+        const vf write = load_part(s.write + i, count), read = load_part(s.read + i, count);
+        const vi seeds = (vi)write * splat_int((int32_t)0x9e3779b1) + splat_int((int32_t)i);
+        for (int q = 0; q < ROWS; q++) {
+            char* at = state + 2 * (q * s.r + i);
+            if (i % 32 == 0) prefetch(at, 4 * STATE_AHEAD);
+            const vf old = count == W ? Bfloat16Weights::get(at) : get_part<Bfloat16Weights>(at, count);
+            vf now = done(old * splat(s.decay));
+            now += splat(s.coef[row + q]) * write;
+            const vi kept = rounded_by_chance(now, seeds ^ seed[q]);
+            if (count == W) store_halves(at, kept);
+            else
+                for (int64_t lane = 0; lane < count; lane++) {
+                    const uint16_t half = (uint16_t)kept[lane];
+                    memcpy(at + 2 * lane, &half, sizeof half);
+                }
+            total[q] += now * read;
+        }
+    });
+    for (int q = 0; q < ROWS; q++) s.y[row + q] = sum(total[q]);
+}
+
+static void pass_narrow(const StatePass& s) {
+    int64_t row = 0;
+    for (; row + 4 <= s.p; row += 4) pass_rows_narrow<4>(s, row);
+    for (; row < s.p; row++) pass_rows_narrow<1>(s, row);
+}
+
 static void pass_state(const StatePass& s) {
+    if (s.narrow) return pass_narrow(s);
     if (s.readers == 1 && s.writers == 1) return pass_state<1, 1, true>(s, 0);
     if (s.readers == 1 && s.writers == 2) return pass_state<2, 1, true>(s, 0);
     pass_readers<true>(s, 0, s.readers);
@@ -163,12 +216,33 @@ static void take_note(const StatePass& s, float* note) {
     copy(s.write, s.writers * s.r, note + 1 + s.writers * s.p);
 }
 
-// The same pass as when the note was taken, so that it gives the same to the last digit. What it reads is dropped.
-static void write_again(const float* note, StatePass s) {
-    s.decay = *note;
-    s.coef = note + 1;
-    s.read = s.write = note + 1 + s.writers * s.p;
-    pass_state(s);
+// ROWS rows of the state after the notes noted(0), noted(1), ...: the same operations as when they were taken, so that it is the same to the last
+// digit, but the state stays in registers between them.
+template <int ROWS, int WRITERS, class Noted>
+MK_INLINE void write_rows(const StatePass& s, const Noted& noted, int64_t count, int64_t row) {
+    const int64_t writers = WRITERS ? WRITERS : s.writers;
+    each_vector(s.r, MK_BODY(int64_t i, int64_t lanes) {
+        vf state[ROWS];
+        for (int q = 0; q < ROWS; q++) prefetch(s.in, (STATE_AHEAD + (row + q) * s.r + i) * (int64_t)sizeof(float));
+        for (int q = 0; q < ROWS; q++) state[q] = load_part(s.in + (row + q) * s.r + i, lanes);
+        for (int64_t n = 0; n < count; n++) {
+            const float* note = noted(n);
+            const float *coef = note + 1 + row, *write = note + 1 + writers * s.p + i;
+            for (int q = 0; q < ROWS; q++) state[q] = done(state[q] * splat(*note));
+            for (int64_t w = 0; w < writers; w++) {
+                const vf written = load_part(write + w * s.r, lanes);
+                for (int q = 0; q < ROWS; q++) state[q] += splat(coef[w * s.p + q]) * written;
+            }
+        }
+        for (int q = 0; q < ROWS; q++) store_part(s.out + (row + q) * s.r + i, state[q], lanes);
+    });
+}
+
+template <int WRITERS, class Noted>
+static void write_again(const StatePass& s, const Noted& noted, int64_t count) {
+    int64_t row = 0;
+    for (; row + 4 <= s.p; row += 4) write_rows<4, WRITERS>(s, noted, count, row);
+    for (; row < s.p; row++) write_rows<1, WRITERS>(s, noted, count, row);
 }
 
 // The states [texts][heads][p][r] of all runs: notes, then body(row, head, in, out, note) for the rows of each. Every head
@@ -178,16 +252,17 @@ static void step_runs(const Rows& rows, int64_t heads, StatePass of, float* stat
     const int64_t size = of.p * of.r, note = note_size(of.p, of.r, of.writers);
     auto note_of = [&](int64_t place, int64_t head) { return notes + (place * heads + head) * note; };
     auto share = [&](int64_t begin, int64_t end) {
-        float* ahead = scratch<STEP_STATE>(size + of.readers * of.p);
+        float* ahead = scratch<STEP_STATE>(size);
         for (int64_t head = begin; head < end; head++)
             for (const Run* run = rows.run; run < rows.run + rows.runs; run++) {
                 float* own = state + (run->text * heads + head) * size;
                 StatePass pass = of;
                 pass.in = own;
                 pass.out = rows.stays ? own : ahead;
-                pass.y = ahead + size;
-                for (int64_t n = run->note; n < run->note_end; n++) {
-                    write_again(note_of(rows.again[n], head), pass);
+                if (const int64_t count = run->note_end - run->note) {
+                    auto noted = [&](int64_t n) { return note_of(rows.again[run->note + n], head); };
+                    if (of.writers == 1) write_again<1>(pass, noted, count);
+                    else write_again<0>(pass, noted, count);
                     pass.in = pass.out;
                 }
                 for (int64_t row = run->row; row < run->row_end; row++) {

@@ -48,10 +48,11 @@ static void mamba2_step_skip_and_gate(const Mamba2Step& s, int64_t head, const f
 }
 
 // Then the heads [head_begin, head_end), in any order and any thread. window is a row's own, whole, state that of these
-// heads; out is [mlp + width]. `note` may be null.
+// heads; out is [mlp + width]. `note` may be null, and `narrow`, which is the state in bfloat16, in place of the others.
 static void mamba2_step(
     const Mamba2Step& s, const float* projected, const float* bc, const float* window_in, float* window_out,
-    const float* state_in, float* state_out, float* note, float* out, int64_t head_begin, int64_t head_end) {
+    const float* state_in, float* state_out, uint16_t* narrow, float* note, float* out, int64_t head_begin,
+    int64_t head_end) {
     const int64_t count = (head_end - head_begin) * s.p;
     float* x = scratch<STEP_HEAD>(count + s.p);
     float* coef = x + count;
@@ -64,7 +65,9 @@ static void mamba2_step(
         float decay = vexp(splat(-dt) * vexp(splat(s.A_log[head])))[0];
         for (int64_t i = 0; i < s.p; i++) coef[i] = dt * x[i];
         const int64_t at = (head - head_begin) * s.p * s.r;
-        const StatePass pass = {s.p, s.r, decay, 1, 1, b, coef, c, state_in + at, state_out + at, y};
+        StatePass pass = {s.p, s.r, decay, 1, 1, b, coef, c, nullptr, nullptr, y};
+        if (narrow) pass.narrow = narrow + at;
+        else pass.in = state_in + at, pass.out = state_out + at;
         if (note) take_note(pass, note + (head - head_begin) * note_size(s.p, s.r, 1));
         pass_state(pass);
         mamba2_step_skip_and_gate(s, head, projected + s.z() + head * s.p, x, y);
@@ -108,7 +111,7 @@ struct Mamba2StepCall {
 
 // All but mamba2_step_finish. Windows are those at each row's places; what enters a state is what leaves it, where rows
 // have an order.
-static void mamba2_step_heads(const Mamba2StepCall& call, const Rows& rows, float* notes) {
+static void mamba2_step_heads(const Mamba2StepCall& call, const Rows& rows, float* notes, uint16_t* narrow = nullptr) {
     const Mamba2Step& s = call.step;
     const int64_t window = s.conv_dim() * s.k, state = s.width() * s.r, bc = 2 * s.groups * s.r;
     const int64_t wide = s.projected(), inner = s.mlp + s.width();
@@ -118,27 +121,26 @@ static void mamba2_step_heads(const Mamba2StepCall& call, const Rows& rows, floa
     for (int64_t row = 0; row < call.batch; row++)
         mamba2_step_begin(s, call.projected + row * wide, window_in(row), call.window_out + rows.written(row) * window,
                           all_bc + row * bc);
-    auto step = [&](int64_t row, int64_t begin, int64_t end, const float* in, float* out, float* note) {
+    auto step = [&](int64_t row, int64_t begin, int64_t end, const float* in, float* out, uint16_t* narrow, float* note) {
         mamba2_step(s, call.projected + row * wide, all_bc + row * bc, window_in(row),
-                    call.window_out + rows.written(row) * window, in, out, note, call.out + row * inner, begin, end);
+                    call.window_out + rows.written(row) * window, in, out, narrow, note, call.out + row * inner, begin, end);
     };
     if (rows.runs) {
         const StatePass of = {s.p, s.r, 0, 1, 1};
         step_runs(rows, s.heads, of, call.state_out, notes,
                   [&](int64_t row, int64_t head, const float* in, float* out, float* note) {
-                      step(row, head, head + 1, in, out, note);
+                      step(row, head, head + 1, in, out, nullptr, note);
                   });
         return;
     }
     step_parallel(call.batch, s.heads, s.p * s.r, [&](int64_t row, int64_t begin, int64_t end) {
-        const int64_t size = s.p * s.r;
-        float* out = call.state_out + rows.text_of(row) * state;
-        if (!rows.resets(row)) {
-            const float* in = call.state_in + rows.text_of(row) * state;
-            return step(row, begin, end, in + begin * size, out + begin * size, nullptr);
-        }
+        const int64_t size = s.p * s.r, at = rows.text_of(row) * state;
+        if (narrow) return step(row, begin, end, nullptr, nullptr, narrow + at + begin * size, nullptr);
+        float* out = call.state_out + at;
+        if (!rows.resets(row))
+            return step(row, begin, end, call.state_in + at + begin * size, out + begin * size, nullptr, nullptr);
         for (int64_t head = begin; head < end; head++)
-            step(row, head, head + 1, call.fresh_state ? call.fresh_state + head * size : zeros, out + head * size,
+            step(row, head, head + 1, call.fresh_state ? call.fresh_state + head * size : zeros, out + head * size, nullptr,
                  nullptr);
     });
 }

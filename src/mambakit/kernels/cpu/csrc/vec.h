@@ -185,4 +185,19 @@ MK_INLINE void vsincos(vf x, vf* sine, vf* cosine) {
     *cosine = (vf)((vi)choose(odd, s, c) ^ cosine_sign);
 }
 
+// x, rounded: no compiler makes one operation of what computed it and what follows.
+template <class Values>
+MK_INLINE Values done(Values x) {
+#if defined(MK_X86) && MK_WIDTH == 16
+    __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#else
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+}
+
 }  // namespace MK_ISA

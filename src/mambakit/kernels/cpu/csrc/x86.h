@@ -1,4 +1,5 @@
-// Whether this compiler can switch instruction sets inside a file: GCC on x86-64. Elsewhere `plain` is all there is.
+// Whether this compiler can switch instruction sets inside a file: GCC on x86-64. Elsewhere there are `plain` and, on 64-bit
+// Arm, `neon`.
 #pragma once
 
 #include <stdint.h>

@@ -76,9 +76,9 @@ def convolve_backward(
     pid = tl.program_id(0)
     columns = tl.cdiv(WIDTH, BV)
     inside = pid % columns * BV + tl.arange(0, BV)
-    tile = pid // columns
-    at = tile % tiles * BT + tl.arange(0, BT) - K
-    bi = (tile // tiles).to(tl.int64)
+    tile = (pid // columns).to(tl.int64)
+    at = (pid // columns) % tiles * BT + tl.arange(0, BT) - K
+    bi = tile // tiles
     ok = inside < WIDTH
     cols = start + inside
     x += bi * x_b

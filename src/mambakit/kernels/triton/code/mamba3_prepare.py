@@ -87,8 +87,8 @@ def grad_vectors(
     pid = tl.program_id(0)
     gi = pid % G
     m = (pid // G) % M
-    tile = pid // G // M
-    token = tile.to(tl.int64) * BN + tl.arange(0, BN)
+    tile = (pid // G // M).to(tl.int64)
+    token = tile * BN + tl.arange(0, BN)
     ok = token < N
     cr = tl.arange(0, BR)
     partner, pair, turns, sign = pairs_of(cr, R, A, NEIGHBOURS)

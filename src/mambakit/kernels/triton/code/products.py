@@ -54,9 +54,11 @@ def mm(x, y, acc, X: tl.constexpr, Y: tl.constexpr):
 def decays(da, token, rank, s, H: tl.constexpr):
     """Inclusive sums of a chunk's log-decays as two float32 each, what is left to its end, and the whole.
 
-    Summed in float64: a strong decay early in a chunk does not drown the weak ones after it.
+    Summed in float64, and no decay is stronger than what is zero in float32 already: a strong one does not drown the
+    weak ones after it, and rounding leaves no gap above zero whose exp would count.
     """
     x = tl.load(da + token * H, mask=(token < s) & (rank == 0), other=0.0).to(tl.float64)
+    x = tl.where(x < -200.0, -200.0, x)
     a = tl.cumsum(x, 0)
     end = tl.sum(x, 0)
     high = a.to(tl.float32)

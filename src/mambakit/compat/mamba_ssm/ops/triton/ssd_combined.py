@@ -35,7 +35,7 @@ from mambakit.compat.references.scans import (
     mamba_split_conv1d_scan_ref,
     ssd_chunk_scan_combined_ref,
 )
-from mambakit.ops.shapes import bind, check_floats
+from mambakit.ops.shapes import bind, check_floats, is_autocast
 
 __all__ = [
     "MambaChunkScanCombinedFn",
@@ -233,7 +233,7 @@ def mamba_split_conv1d_scan_combined(
         out = torch.cat((F.silu(z_mlp) * x_mlp, out), dim=-1)
     if outproj_weight is not None:
         bind(out_bsq=out, outproj_weight_dq=outproj_weight, outproj_bias_d=outproj_bias)
-        if not torch.is_autocast_enabled(out.device.type):
+        if not is_autocast(out.device):
             check_floats({"out": out, "outproj_weight": outproj_weight, "outproj_bias": outproj_bias})
         out = F.linear(out, outproj_weight, outproj_bias)
     return (out, final_states) if return_final_states else out
