@@ -32,6 +32,11 @@ def test_trainer_of_transformers():
     assert "as on one process" in run(*TORCHRUN, EXAMPLES / "hf_trainer.py")
 
 
+def test_ray_train():
+    pytest.importorskip("ray.train")
+    assert "as on one process" in run(EXAMPLES / "ray_train.py")
+
+
 def test_torchtitan():
     """It needs Python 3.11 and pins older versions of packages that are tested here, so no extra brings it along."""
     pytest.importorskip("torchtitan", reason="pip install torchtitan")

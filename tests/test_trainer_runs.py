@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import mambakit as mk
 from mambakit.checkpoints.adapters import WEIGHTS
+from mambakit.cli.main import main
 from mambakit.training.run import read_log
 from trainer_cases import losses
 
@@ -93,6 +94,7 @@ def test_ranks_that_share_heads_give_the_losses_of_one_process(tmp_path):
     for name, tensor in mk.load_model(tmp_path / "4-fsdp-both" / "model").state_dict().items():
         torch.testing.assert_close(tensor, wanted[name], atol=1e-7, rtol=0)
     assert losses(tmp_path / "4-fsdp-muon") == pytest.approx(losses(tmp_path / "1-muon"), abs=2e-3)
+    check_conversion(tmp_path / "4-fsdp-both", "official", tmp_path / "converted")
 
 
 def test_torchrun_gives_the_losses_of_one_process(tmp_path):
@@ -142,6 +144,15 @@ def test_two_ranks_have_half_of_what_one_has(tmp_path):
         assert all(share <= 0.51 * one and rest <= 0.6 * alive for share, rest in counted["2"]), counted
 
 
+def test_the_command_goes_on_with_other_ranks_and_meshes(tmp_path):
+    """In float32. Muon rounds to bfloat16 inside, which makes noise of it that a wrong resume would exceed by far."""
+    forked_runs("resumes", tmp_path)
+    for optimizer, noise in (("adamw", 1e-4), ("muon", 2e-2)):
+        found, expected = (losses(tmp_path / f"{run}-{optimizer}") for run in ("resumed", "whole"))
+        assert len(found) == 24
+        assert found == pytest.approx(expected, abs=noise)
+
+
 def test_shares_of_checkpoints(tmp_path):
     """Written aside, damaged, or with a full disk on one of two ranks."""
     told = forked_runs("aside", tmp_path).splitlines()
@@ -153,6 +164,25 @@ def test_shares_of_checkpoints(tmp_path):
     assert len(full) == 2
     assert len(set(full)) == 1
     assert full[0].endswith("the last checkpoint is that of step 0")
+
+
+@pytest.mark.parametrize("format", ["mambakit", "official"])
+@pytest.mark.parametrize("run", ["2-fsdp-muon", "2-fsdp-then-4-fsdp-muon"])
+def test_what_ranks_wrote_in_shares_is_converted(ranks, run, format, tmp_path):
+    check_conversion(ranks / run, format, tmp_path / "converted")
+
+
+def check_conversion(run: Path, format: str, target: Path) -> None:
+    """The last checkpoint has the weights that the run ended with, bit for bit in float32, in which it saved them."""
+    last = max((run / "checkpoints").iterdir())
+    assert len(list((last / "shares").glob("*.distcp"))) > 1
+    assert main(["convert", str(last), str(target), "--format", format, "--dtype=float32"]) == 0
+    activation = "heavy_tail" if format == "official" else None
+    found = mk.load_model(target, a_activation=activation).state_dict()
+    expected = mk.load_model(run / "model").state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("run", ["2-ddp", "2-fsdp", "2-fsdp-then-1"])
