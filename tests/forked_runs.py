@@ -208,7 +208,7 @@ MESHES = (
     (4, ("--parallel=fsdp", "--context-parallel=2", "--async-checkpoints")),
     (1, ()),
     (4, ("--context-parallel=4",)),
-    (2, ("--parallel=fsdp", "--context-parallel=2")),
+    (4, ("--parallel=fsdp", "--context-parallel=2", "--tensor-parallel=2")),
     (1, ()),
 )
 
