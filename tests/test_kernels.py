@@ -146,7 +146,7 @@ def test_a_library_without_a_function_is_refused(tmp_path):
     ("old", "new", "reason"),
     [
         ("float norm_eps", "double norm_eps", "Mamba2Step has double norm_eps there where float norm_eps is expected"),
-        ("Sequence{const float* data", "Sequence{int64_t data", "Sequence has int64_t data there"),
+        ("Sequence{const void* data", "Sequence{int64_t data", "Sequence has int64_t data there"),
         ("Matrix{", "Matrices{", "Matrix is missing there"),
         ("matvec(Matvec)", "matvec(Matrix)", "matvec() has Matrix there where Matvec is expected"),
         ("decode(Decode)", "decoded(Decode)", "decode() is missing there"),
