@@ -63,11 +63,12 @@ def run(folder: Path, kills: int, seed: int) -> None:
         (data / name).write_bytes(content)
     assert start(data, folder / "whole", 0, folder / "whole.txt").wait() == 0, (folder / "whole.txt").read_text()
     draw, killed, runs, messages, resumed, slowest = random.Random(seed), 0, 0, 0, 0, 0.0
+    most = min(STEPS // 2, max(1, 2 * STEPS // kills))
     while killed < kills:
         out, said = folder / f"killed-{runs}", folder / f"killed-{runs}.txt"
         running = start(data, out, kills, said)
         # A run may come to its end before all kills: the next one gets the others.
-        while killed < kills and (seconds := kill_one(running, out, draw, max(1, (2 * STEPS) // kills))) is not None:
+        while killed < kills and (seconds := kill_one(running, out, draw, most)) is not None:
             killed, slowest = killed + 1, max(slowest, seconds)
         code, runs = running.wait(), runs + 1
         told = said.read_text()
