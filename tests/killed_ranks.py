@@ -41,8 +41,12 @@ def start(data: Path, out: Path, restarts: int, said: Path) -> subprocess.Popen:
 
 def workers(parent: int) -> list[int]:
     """Processes that torchrun has started and that have not ended."""
+    try:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return []  # torchrun has ended itself
     found = []
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+    for child in children:
         try:
             command = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
@@ -58,31 +62,41 @@ def run(folder: Path, kills: int, seed: int) -> None:
     for name, content in make_documents():
         (data / name).write_bytes(content)
     assert start(data, folder / "whole", 0, folder / "whole.txt").wait() == 0, (folder / "whole.txt").read_text()
-    draw, out, said = random.Random(seed), folder / "killed", folder / "killed.txt"
-    running = start(data, out, kills, said)
-    slowest = 0.0
-    for _ in range(kills):
-        step = steps_of(out) + draw.randint(-1, max(1, (2 * STEPS) // kills))
-        while running.poll() is None and (len(workers(running.pid)) < 2 or steps_of(out) < step):
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.1))
-        both = workers(running.pid)
-        if running.poll() is not None or len(both) < 2:
-            break
-        os.kill(draw.choice(both), signal.SIGKILL)
-        began = time.monotonic()
-        while running.poll() is None and set(both) & set(workers(running.pid)):
-            time.sleep(0.01)
-        slowest = max(slowest, time.monotonic() - began)
-    code = running.wait()
-    told = said.read_text()
-    assert code == 0, told
-    assert losses(out) == losses(folder / "whole"), "a resumed run differs"
-    assert len(losses(out)) == STEPS
-    # One for each death but those before the ranks knew each other.
-    messages = [line for line in told.splitlines() if line.startswith("mambakit train: rank ")]
-    restarts = told.count("going on from step")
-    print(f"{kills} kills, {len(messages)} messages, {restarts} resumed, the others ended within {slowest:.1f} s")
+    draw, killed, runs, messages, resumed, slowest = random.Random(seed), 0, 0, 0, 0, 0.0
+    most = min(STEPS // 2, max(1, 2 * STEPS // kills))
+    while killed < kills:
+        out, said = folder / f"killed-{runs}", folder / f"killed-{runs}.txt"
+        running = start(data, out, kills, said)
+        # A run may come to its end before all kills: the next one gets the others.
+        while killed < kills and (seconds := kill_one(running, out, draw, most)) is not None:
+            killed, slowest = killed + 1, max(slowest, seconds)
+        code, runs = running.wait(), runs + 1
+        told = said.read_text()
+        assert code == 0, told
+        assert losses(out) == losses(folder / "whole"), "a resumed run differs"
+        assert len(losses(out)) == STEPS
+        # One for each death but those before the ranks knew each other.
+        messages += sum(line.startswith("mambakit train: rank ") for line in told.splitlines())
+        resumed += told.count("going on from step")
+    print(
+        f"{killed} kills, {runs} runs, {messages} messages, {resumed} resumed, the others ended within {slowest:.1f} s"
+    )
+
+
+def kill_one(running: subprocess.Popen, out: Path, draw: random.Random, most: int) -> float | None:
+    """One of two ranks, some steps on: seconds until both were gone, or None if the run was at its end before."""
+    step = steps_of(out) + draw.randint(-1, most)
+    while running.poll() is None and (len(workers(running.pid)) < 2 or steps_of(out) < step):
+        time.sleep(0.01)
+    time.sleep(draw.uniform(0, 0.1))
+    both = workers(running.pid)
+    if running.poll() is not None or len(both) < 2:
+        return None
+    os.kill(draw.choice(both), signal.SIGKILL)
+    began = time.monotonic()
+    while running.poll() is None and set(both) & set(workers(running.pid)):
+        time.sleep(0.01)
+    return time.monotonic() - began
 
 
 def steps_of(out: Path) -> int:
