@@ -97,7 +97,7 @@ class Alive:
 
     def _look(self) -> None:
         awake, beat = Awake(), 0
-        seen = dict.fromkeys(self._others, ("", 0.0))
+        seen: dict[int, tuple[str, float]] = dict.fromkeys(self._others, ("", 0.0))
         while not self._leaving.wait(EVERY):
             beat += 1
             told: str | None
