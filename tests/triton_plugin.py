@@ -1,8 +1,11 @@
 # type: ignore  # of what Triton does not call its own
 """For pytest processes with `TRITON_INTERPRET=1`: the interpreter without what it repeats at every call."""
 
+import numpy as np
 from triton.runtime import interpreter
 
+# Infinities and what is no number come and go without a word on a GPU; what they do to results is what tests look at.
+np.seterr(all="ignore")
 patched: set[int] = set()
 
 
