@@ -12,6 +12,7 @@ import argparse
 import faulthandler
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,9 +31,9 @@ from fuzz_draws import CALLS, Call
 from fuzz_kinds import KINDS, changed, fake_mode, has_numbers, made, mutated, of_kind, places, widened
 from mambakit import AttentionCache, use_backend
 
-BATCH = 1000
-PATIENCE = 60
-"""Seconds for a call that does not end."""
+BATCH = 500
+PATIENCE, WAITING = 60, 1200
+"""Seconds for a call that does not end: of computing, and in all, on a machine that others use too."""
 OURS = str(Path(mambakit.__file__).parent)
 AS_ELSEWHERE = ("Inference tensors cannot be", "Inplace update to inference tensor", "activation = 'x' is not one of")
 """What torch says of inference tensors in any operation, and the official functions of an activation."""
@@ -190,7 +191,8 @@ def run_batch(seed: int, start: int, stop: int) -> list[str]:
             "faulthandler",
             os.path.abspath(__file__),
             f"--seed={seed}",
-            f"--child={start}",
+            f"--start={start}",
+            "--child",
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with tempfile.TemporaryDirectory() as folder:  # some are told to write to where a word says
@@ -207,21 +209,31 @@ def run_batch(seed: int, start: int, stop: int) -> list[str]:
     return faults
 
 
-def main(calls: int, seed: int, child: int | None = None, only: int | None = None) -> int:
+def lose_patience_later() -> None:
+    faulthandler.register(signal.SIGPROF, chain=True)  # which then ends the process
+    signal.setitimer(signal.ITIMER_PROF, PATIENCE)
+    faulthandler.dump_traceback_later(WAITING, exit=True)
+
+
+def main(calls: int, seed: int, start: int = 0, child: bool = False, only: int | None = None) -> int:
     if only is not None:
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        lose_patience_later()
         print(run_one(seed, only) or "as it should be")
         return 0
-    if child is not None:
-        for number in range(child, child + calls):
-            faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    if child:
+        for number in range(start, start + calls):
+            lose_patience_later()
             print("CALL", number, flush=True)
             wrong = run_one(seed, number)
             if wrong is not None:
                 print("FAULT", number, wrong.replace("\n", "\\n"), flush=True)
         return 0
-    faults = [f for start in range(0, calls, BATCH) for f in run_batch(seed, start, min(start + BATCH, calls))]
-    print(*faults, f"{calls} calls, seed {seed}: {len(faults)} faults", sep="\n")
+    faults = 0
+    for first in range(start, start + calls, BATCH):
+        found = run_batch(seed, first, min(first + BATCH, start + calls))
+        faults += len(found)
+        print(*(one + "\n" for one in found), sep="", end="", flush=True)
+    print(f"{calls} calls from {start}, seed {seed}: {faults} faults")
     return 1 if faults else 0
 
 
@@ -229,6 +241,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="number of the first call")
     parser.add_argument("--only", type=int, help="repeat one call and print how it ends")
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     sys.exit(main(**vars(parser.parse_args())))

@@ -372,6 +372,14 @@ def test_what_has_no_numbers_is_not_saved(tmp_path, kind):
     made = {"meta": lambda: x.to("meta"), "to_sparse": x.to_sparse, "wrapped": lambda: Wrapped(x)}[kind]()
     with pytest.raises(ValueError, match=r"^cache\[1\] is a "):
         caches.save((x, made), tmp_path / "cache")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_numbers_are_not_saved(tmp_path):
+    x = torch.ones(2, 3)
+    quantized = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+    with pytest.raises(ValueError, match=r"^cache\[1\] is torch.qint8; dequantize\(\) gives its numbers"):
+        caches.save((x, quantized), tmp_path / "cache")
     assert not list(tmp_path.iterdir())
 
 

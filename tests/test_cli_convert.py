@@ -56,6 +56,15 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, format, message
     assert not (tmp_path / "to").exists()
 
 
+def test_two_dashes_are_no_value(tmp_path, capsys):
+    assert convert(tmp_path / "own", tmp_path / "to", "--format=--") == 2
+    assert capsys.readouterr().err == (
+        "mambakit convert: --format=--: two dashes by themselves are no value; they end the options\n"
+    )
+    assert convert("--format=hf", "--", "--x=--", tmp_path / "to") == 2  # a folder of that name
+    assert "there is no directory --x=--" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_a_run(tmp_path, capsys):
     """As it was saved, with the run's tokens; what is damaged or asked for in vain is one line."""
     text = tmp_path / "text"

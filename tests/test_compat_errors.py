@@ -82,6 +82,7 @@ CALLS = {
                      "conv_state_indices is on meta but x on cpu"),
     "packed on meta": (VARLEN, (z(5, 4, device="meta"), torch.tensor([0, 5]), 3), {}, "there are none on meta"),
     "length of a state": (VARLEN, (z(5, 4), torch.tensor([0, 5]), -1), {}, "state_len is -1"),
+    "long state": (VARLEN, (z(5, 4), torch.tensor([0, 5]), 10**30), {}, "state_len is 10+, expected .* at most"),
     "axes of D": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(()), 64), {"headdim": 2}, r"^D \(\), conv"),
     "a word for ids": (SPLIT, (z(2, 5, 34), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "seq_idx": "silu"},
                        "seq_idx has to be a tensor, got str"),
@@ -99,6 +100,13 @@ def test_functions(what):
     where, args, options, message = CALLS[what]
     with pytest.raises((ValueError, NotImplementedError), match=message):
         official(*where)(*args, **options)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_state_of_quantized_numbers():
+    state = torch.quantize_per_tensor(z(2, 4, 2), 0.1, 0, torch.qint8)
+    with pytest.raises(ValueError, match=r"the state is torch.qint8, expected floating-point numbers"):
+        official(*UPDATE)(z(2, 4), state, z(4, 3), cache_seqlens=torch.tensor([0, 1]))
 
 
 CLASSES = {

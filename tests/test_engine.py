@@ -269,6 +269,15 @@ class TestEnds:
         assert len(failing.tokens) == at
         assert other.tokens == alone(model, [3, 4], max_new_tokens=5, temperature=0)
 
+    def test_a_callback_that_raises_at_a_failure_does_not_hide_it(self):
+        def fails(request: Any) -> None:
+            raise KeyError("lost")
+
+        request = Engine(make("mamba2")).add([1, 2], 3, on_token=fails)
+        failure = RuntimeError("no memory")
+        request.finish("error", failure)
+        assert request.error is failure
+
     def test_cancelled_everywhere(self):
         model = make("mamba2")
         engine = Engine(model, prefill_chunk=8, max_rows=2)

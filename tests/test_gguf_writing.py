@@ -207,6 +207,10 @@ def test_other_refusals(tmp_path):
     model = make("mamba2")
     with pytest.raises(ValueError, match="the type 'Q4_K' is unknown; choose from F32, F16, Q8_0"):
         save_gguf(model, tmp_path / "model.gguf", "Q4_K")
+    with pytest.raises(ValueError, match=r"the type \[1.0\] is unknown"):
+        save_gguf(model, tmp_path / "model.gguf", [1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="file is 3, expected a string or a path"):
+        save_gguf(model, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a GGUF file has to end in \.gguf"):
         save_gguf(model, tmp_path / "model.bin")
     with pytest.raises(ValueError, match="GGUF takes no quantized model; give the one it was made from"):

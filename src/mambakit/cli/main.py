@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol, cast
 
 from mambakit import __version__
@@ -94,6 +95,9 @@ def parse(argv: Sequence[str], entry: Entry | None, verb: Verb | None) -> argpar
         if each is entry and verb is not None:
             options.epilog = f"example:\n  {verb.EXAMPLE}"
             verb.add_arguments(options)
+    for word in takewhile(lambda word: word != "--", argv):
+        if word.startswith("--") and word.endswith("=--"):  # argparse would make an empty list of it
+            raise ValueError(f"{word}: two dashes by themselves are no value; they end the options")
     return parser.parse_args(argv)
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from mambakit.ops.shapes import INTEGERS, check_readable
+from mambakit.compat.arguments import COMPLEX
+from mambakit.ops.shapes import FLOATS, INTEGERS, check_readable
 
 
 class Slots:
@@ -16,6 +17,8 @@ class Slots:
         self.slot_b = None
         if not x.dim() or not state.dim():
             raise ValueError(f"x has shape {tuple(x.shape)} and the state {tuple(state.shape)}, expected rows in both")
+        if state.dtype not in (*FLOATS, *COMPLEX):
+            raise ValueError(f"the state is {state.dtype}, expected floating-point numbers")
         batch = len(x)
         if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
             raise ValueError(f"a state of strides {state.stride()} has entries in the same memory; clone() it first")

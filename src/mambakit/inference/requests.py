@@ -182,13 +182,16 @@ class Request:
         self.tell()
 
     def tell(self) -> None:
-        """An `on_token` that raises ends its own request with that, and is not called again."""
+        """An `on_token` that raises ends its own request with that, and is not called again.
+
+        A request that has failed already keeps what it failed of.
+        """
         if self.on_token is None:
             return
         try:
             self.on_token(self)
         except Exception as error:
-            self.on_token, self.error = None, error
+            self.on_token, self.error = None, self.error or error
             if not self.done:
                 self.finish("error", error)
 

@@ -191,6 +191,8 @@ def check_readable(name: str, tensor: Tensor) -> None:
     if tensor.is_meta or getattr(type(tensor), "__torch_dispatch__", None) is not _NO_DISPATCH:
         given = f"a {type(tensor).__name__} on {tensor.device}"
         raise ValueError(f"{name} is {given}, expected a plain tensor with numbers")
+    if tensor.is_quantized:
+        raise ValueError(f"{name} is {tensor.dtype}; dequantize() gives its numbers")
 
 
 def check_segments(segments_bs: Tensor) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mambakit.arguments import find_path, shown
 from mambakit.blocks.mamba1 import Mamba1Config
 from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.checkpoints.fitting import EMBEDDING, HEAD
@@ -39,9 +40,9 @@ def save_gguf(
     whole. ValueError says what llama.cpp has not.
     """
     gguf = need("writing GGUF", "gguf")
-    path = Path(file)
-    if kind not in KINDS:
-        raise ValueError(f"the type {kind!r} is unknown; choose from {', '.join(KINDS)}")
+    path = find_path("file", file)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"the type {shown(kind)} is unknown; choose from {', '.join(KINDS)}")
     if path.suffix != ".gguf":
         raise ValueError(f"{path.name}: a GGUF file has to end in .gguf")
     name, fields = described(model)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from mambakit.arguments import check_count
 from mambakit.compat.arguments import in_one_precision, of_tensors
 from mambakit.compat.gpu_only import gpu_only
 from mambakit.compat.packing import packed, to_rows
@@ -21,8 +22,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     """
     bind(x_sv=x)
     in_one_precision(x)
-    if type(state_len) is not int or state_len < 0:
-        raise ValueError(f"state_len is {state_len!r}, expected a whole number of at least 0")
+    check_count("state_len", state_len, least=0, most=2**31 - 1)
     layout = packed(x[None], cu_seqlens)
     x_rlv = to_rows(layout, x[None])
     rows, slots, width = x_rlv.shape
