@@ -309,6 +309,20 @@ def test_strong_and_tiny_decays_in_float32(dt, backend):
 
 
 @both
+@pytest.mark.parametrize("s", [1, 40])
+def test_an_entry_that_forgets_everything(s, backend):
+    """`a` of -inf is as any whose decay underflows: zero, and so are its gradients."""
+    tensors = draw(s=s)
+    forgets_ir = torch.rand(6, 3) < 0.5
+    given = leaves(cast({**tensors, "a_ir": tensors["a_ir"].masked_fill(forgets_ir, -torch.inf)}, backend))
+    exact = leaves({**tensors, "a_ir": tensors["a_ir"].masked_fill(forgets_ir, -1e300)}, torch.float64)
+    got, want = run(selective_scan, given, backend=backend), run(selective_scan_loop, exact)
+    check(VALUES[backend], got, want)
+    heads = {name: torch.randn_like(t) for name, t in want.items()}
+    check(GRADIENTS[backend], gradients(got, heads, given), gradients(want, heads, exact))
+
+
+@both
 def test_inputs_may_have_any_strides(backend):
     tensors = cast(draw(), backend)
     flipped = {name: t.transpose(0, -1).contiguous().transpose(0, -1) for name, t in tensors.items()}

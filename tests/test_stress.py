@@ -1,14 +1,16 @@
 """Long streams, extreme decays, large shapes."""
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from cases import ALGORITHMS, core_inputs, dtype_of
+from cases import ALGORITHMS, core_inputs, dtype_of, path_of, value_tolerance
 from compare import check
-from mambakit import SsdPath, ssd
-from oracles.ssd import core
+from mambakit import SsdPath, ssd, trapezoid
+from oracles.ssd import core, mamba3
 from test_agreement import algorithms
 
 
@@ -63,17 +65,44 @@ def test_decays_from_none_to_total(algorithm, dt, dtype):
         dt_bsh = torch.full((1, 160, 4), dt, dtype=torch.float64)
     inputs["da_bsh"] = dt_bsh * torch.tensor([-1e-3, -1.0, -4.0, -16.0], dtype=torch.float64)
     inputs = {name: t.to(dtype) for name, t in inputs.items()}
-
-    def results(function, fresh, **kwargs):
-        fresh = {name: t.clone().requires_grad_() for name, t in fresh.items()}
-        y, state = function(**fresh, **kwargs)
-        grads = torch.autograd.grad(y.square().sum() + state.square().sum(), list(fresh.values()))
-        return {"y": y, "state": state, **dict(zip(fresh, grads, strict=True))}
-
-    got = results(ssd, inputs, path=SsdPath(ALGORITHMS[algorithm].algorithm, 64, ALGORITHMS[algorithm].backend))
-    want = results(core, {name: t.double() for name, t in inputs.items()})
+    got = with_gradients(ssd, inputs, path=path_of(algorithm, 64))
+    want = with_gradients(core, {name: t.double() for name, t in inputs.items()})
     assert all(t.isfinite().all() for t in got.values())
     check(2e-5 if dtype == torch.float32 else 1e-11, got, want, floor=1e-3)
+
+
+def with_gradients(function, inputs, **options):
+    inputs = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+    y, state = function(**inputs, **options)
+    grads = torch.autograd.grad(y.square().sum() + state.square().sum(), list(inputs.values()))
+    return {"y": y, "state": state, **dict(zip(inputs, grads, strict=True))}
+
+
+ANY = torch.tensor([-math.inf, -3e38, -1e12, -2e3, -90.0, -1.0, -1e-3])
+
+
+@algorithms
+@pytest.mark.parametrize("scanned", ["ssd", "single", "double"])
+def test_a_decay_that_forgets_everything(algorithm, scanned):
+    """Log-decays down to -inf, some in every chunk: the tokens after one are as accurate as after any other."""
+    dtype, tolerance = dtype_of(algorithm), value_tolerance(algorithm)
+    inputs = core_inputs(1, 40, 1, 4, 4, 1, 4)
+    inputs["da_bsh"] = ANY[torch.randint(len(ANY), (1, 40, 4), generator=torch.Generator().manual_seed(0))].double()
+    path: dict[str, Any] = {"path": path_of(algorithm, 8)}
+    if scanned == "ssd":
+        function, oracle, names = ssd, core, list(inputs)
+    else:
+        function, oracle = partial(trapezoid, pathway=scanned), recurrence
+        names = ["v_bsmhp", "b_bsmgr", "c_bsmgr", "da_bsh", "dt_bsh", "lambda_bsh", "state_bhpr"]
+        inputs |= {"dt_bsh": inputs["w_now_bsh"], "lambda_bsh": torch.rand(1, 40, 4, dtype=torch.float64)}
+    got = with_gradients(function, {name: inputs[name].to(dtype) for name in names}, **path)
+    want = with_gradients(oracle, {name: inputs[name] for name in names})
+    check(10 * tolerance, got, want, floor=1e-3)
+
+
+def recurrence(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, dt_bsh, lambda_bsh, state_bhpr):
+    before = torch.zeros_like(v_bsmhp[:, 0]), torch.zeros_like(b_bsmgr[:, 0])
+    return mamba3(v_bsmhp, b_bsmgr, c_bsmgr, da_bsh, dt_bsh, lambda_bsh, state_bhpr, *before)
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ def scan_plainly(
     if length == 0:
         return x_bsi.clone(), state_bir.clone()
     if length == 1:
+        a_ir = finite(a_ir) if torch.is_grad_enabled() else a_ir
         y_bi, state_bir = scan_token(x_bsi[:, 0], dt_bsi[:, 0], a_ir, b_bsgr[:, 0], c_bsgr[:, 0], state_bir)
         return y_bi[:, None], state_bir
     around = (None, None, None)
@@ -171,6 +172,11 @@ def scan_token(
     state_bgpr.addcmul_(decay_bgpr, state_bir.unflatten(1, (groups, -1)))
     y_bgp = (state_bgpr * c_bgr.to(dtype)[:, :, None]).sum(dim=-1)
     return cast(y_bgp.flatten(1), x_bi.dtype), state_bgpr.flatten(1, 2)
+
+
+def finite(a_ir: Tensor) -> Tensor:
+    """With the same decays: in the gradient of `dt` it multiplies one of zero, of which -inf would make no number."""
+    return a_ir if a_ir.is_complex() else a_ir.clamp(min=torch.finfo(a_ir.dtype).min)
 
 
 class Tokens(NamedTuple):
@@ -329,7 +335,7 @@ def scan_tokens_backward(output_grads: list[Tensor], *inputs_and_needs: Any) -> 
     wanted = {name for name, need in zip(inputs, needs, strict=False) if need}
     grads = {name: t.new_empty(t.shape if name in wanted else 0) for name, t in inputs.items()}
     g, dtype = b_bsgr.shape[2], a_ir.dtype
-    tokens, a_grp = view_tokens(x_bsi, dt_bsi, b_bsgr, c_bsgr, fresh_bs), by_group(a_ir, g)
+    tokens, a_grp = view_tokens(x_bsi, dt_bsi, b_bsgr, c_bsgr, fresh_bs), by_group(finite(a_ir), g)
     dy_sbg1p, d_a_grp = time_first(dy_bsi, g), torch.zeros_like(a_grp)
     per_token = {name: time_first(grads[name], g) for name in wanted & {"x", "dt", "b", "c"}}
     row_slices, token_slices = plan_blocks(x_bsi, a_ir)

@@ -63,7 +63,8 @@ def ssd(
         h_t    = exp(da_t) h_{t-1} + w_later_t u_t
         y_t[m] = (exp(da_t) h_{t-1} + w_now_t u_t) c_t[m]
 
-    `da` holds log-decays (at most 0). B and C come per group of heads: head `i` belongs to group `i // (h / g)`.
+    `da` holds log-decays, at most 0; -inf forgets everything. B and C come per group of heads: head `i` belongs to
+    group `i // (h / g)`.
     `segments_bs` are non-decreasing ids of packed sequences; a new id starts from a zero state, and `state_bhpr` (None:
     zeros) belongs to the first token's. Any length, 0 included. `path=None` is `SsdPath()`.
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FORGOTTEN = -1000.0
+"""A log-decay whose exponential is zero in every dtype, as is that of anything below it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SsdChunks:
@@ -94,10 +97,11 @@ def running_sum(da_bnlgq: Tensor) -> Tensor:
     """Inclusive sums `a_l` of the log-decays within each chunk.
 
     They are differenced below. In float64 (where the device has it) a strong decay early in a chunk does not
-    drown the weak ones after it: 1e4 + 1e-4 is already lost in float32.
+    drown the weak ones after it: 1e4 + 1e-4 is already lost in float32. One that forgets everything is bounded, for
+    the same reason, and because infinities have no differences.
     """
     wide = da_bnlgq.dtype if da_bnlgq.device.type == "mps" else torch.float64
-    return da_bnlgq.cumsum(2, dtype=wide)
+    return da_bnlgq.clamp(min=FORGOTTEN).cumsum(2, dtype=wide)
 
 
 def gap_by_difference(x: SsdChunks, a_bnlgq: Tensor) -> Tensor:

@@ -184,6 +184,7 @@ static void scan_run_back(
 
     int64_t matrix = part.first * s.rank + first, of_row = part.row * s.groups * s.channels * s.rank + matrix;
     gather_states(part, s.a_ir + matrix, s.rank, n, LOG2_E, a);
+    for (int64_t i = 0; i < states; i++) a[i] = a[i] < -FLT_MAX ? -FLT_MAX : a[i];  // it multiplies decays of zero
     gather_states(part, s.state_bir ? s.state_bir + of_row : nullptr, s.rank, n, 1.0f, entering);
     gather_states(part, grads.d_last_bir + of_row, s.rank, n, 1.0f, g);
     clear(da, states);

@@ -112,10 +112,14 @@ struct Decays {
     }
 };
 
+// A log-decay whose exponential is zero. Beyond it, sums would lose the decays of others, and infinities their differences.
+constexpr double FORGOTTEN = -1000;
+
 static void find_decays(const Ssd& x, const Chunk& c, int64_t head, Decays& d) {
     double a = 0;
     for (int64_t l = 0; l < c.len; l++) {
-        a += (double)x.da_bsh.at(c.batch, c.start + l)[head];
+        double da = (double)x.da_bsh.at(c.batch, c.start + l)[head];
+        a += da < FORGOTTEN ? FORGOTTEN : da;
         d.sum[l] = a;
     }
     int64_t row = 0;
