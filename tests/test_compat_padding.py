@@ -176,3 +176,14 @@ def test_bounds_that_are_none(bounds):
     block = official("mamba_ssm.modules.mamba2", "Mamba2")(16, d_state=8, headdim=8)
     with pytest.raises(ValueError, match="cu_seqlens"):
         block(torch.randn(1, 7, 16), cu_seqlens=torch.tensor(bounds))
+
+
+def test_a_batch_of_padding_needs_no_state():
+    update = official("causal_conv1d", "causal_conv1d_update")
+    padding = torch.tensor([-1, -1])
+    out = update(torch.randn(2, V), torch.zeros(0, V, 6), torch.randn(V, K), conv_state_indices=padding)
+    assert torch.equal(out, torch.zeros(2, V))
+    update = official("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
+    x, B = torch.randn(2, P), torch.randn(2, R)
+    out = update(torch.zeros(0, P, R), x, x, -torch.rand(P, R), B, B, state_batch_indices=padding)
+    assert torch.equal(out, torch.zeros(2, P))

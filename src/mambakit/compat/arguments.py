@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from mambakit.arguments import shown
 from mambakit.checkpoints.fields import renamed
 from mambakit.checkpoints.official import BLOCK, WIDTH
 from mambakit.ops.activations import softplus
@@ -151,4 +152,9 @@ def step_size(dt: Tensor, bias: Tensor | None, is_softplus: bool, limit: tuple[f
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
     dt = dt if bias is None else dt + bias
     dt = softplus(dt) if is_softplus else dt
-    return dt if limit is None else dt.clamp(*limit)
+    if limit is None:
+        return dt
+    is_pair = isinstance(limit, tuple | list) and len(limit) == 2
+    if not is_pair or not all(isinstance(one, int | float) and one == one for one in limit):
+        raise ValueError(f"dt_limit is {shown(limit)}, expected the least and the largest step size, two numbers")
+    return dt.clamp(*map(float, limit))

@@ -7,6 +7,12 @@ from mambakit.compat.arguments import COMPLEX
 from mambakit.ops.shapes import FLOATS, INTEGERS, check_readable
 
 
+def check_writable(name: str, tensor: Tensor) -> None:
+    """That every entry has memory of its own."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name} of strides {tensor.stride()} has entries in the same memory; clone() it first")
+
+
 class Slots:
     """The row of the state that each row of the batch continues; None: the same one.
 
@@ -20,8 +26,7 @@ class Slots:
         if state.dtype not in (*FLOATS, *COMPLEX):
             raise ValueError(f"the state is {state.dtype}, expected floating-point numbers")
         batch = len(x)
-        if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
-            raise ValueError(f"a state of strides {state.stride()} has entries in the same memory; clone() it first")
+        check_writable("a state", state)
         if slot_b is None:
             return
         check_readable(name, slot_b)
@@ -33,6 +38,8 @@ class Slots:
         self.slot_b, self.is_there_b = slot_b.long(), slot_b >= 0
 
     def read(self, state: Tensor) -> Tensor:
+        if self.slot_b is not None and not len(state):  # all of the batch is padding
+            return state.new_zeros(len(self.slot_b), *state.shape[1:])
         if self.slot_b is not None:
             return state[self.slot_b.clamp(min=0)]
         # It is written to afterwards, and what autograd keeps of it has to stay.

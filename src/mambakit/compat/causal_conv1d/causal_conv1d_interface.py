@@ -7,9 +7,9 @@ from torch import Tensor
 from mambakit.compat.arguments import by_version, check_activation, in_one_precision, of_tensors, through_apply
 from mambakit.compat.packing import hide_padding, segments_of
 from mambakit.compat.references.convolution import causal_conv1d_ref, causal_conv1d_update_ref
-from mambakit.compat.slots import Slots
+from mambakit.compat.slots import Slots, check_writable
 from mambakit.ops.causal_conv import causal_conv
-from mambakit.ops.shapes import bind
+from mambakit.ops.shapes import bind, check_integers
 
 __all__ = [
     "CausalConv1dFn",
@@ -41,8 +41,10 @@ def causal_conv1d_fn(
     size = bind(x_bvs=x, weight_vk=weight, bias_v=bias)
     if ids_bs is not None and (states_bvk is not None or return_final_states):
         raise ValueError("seq_idx packs whole sequences: it goes with neither initial_states nor return_final_states")
-    if final_states_out is not None and not return_final_states:
-        raise ValueError("final_states_out is only written with return_final_states=True")
+    if final_states_out is not None:
+        if not return_final_states:
+            raise ValueError("final_states_out is only written with return_final_states=True")
+        check_out(final_states_out, (size.b, size.v, size.k - 1))
     x_bsv, weight_vk, bias_v, window_bvk = in_one_precision(x.mT, weight, bias, states_bvk)
     if window_bvk is not None:
         if tuple(window_bvk.shape) != (size.b, size.v, size.k - 1):
@@ -58,9 +60,16 @@ def causal_conv1d_fn(
     if not return_final_states:
         return out
     final_states = window_bvk[:, :, 1:].to(x.dtype)
-    if final_states_out is None:
-        return out, final_states
-    return out, final_states_out.copy_(final_states)
+    return out, final_states if final_states_out is None else final_states_out.copy_(final_states)
+
+
+def check_out(final_states_out: Tensor, shape: tuple[int, ...]) -> None:
+    in_one_precision(final_states_out)
+    if tuple(final_states_out.shape) != shape:
+        raise ValueError(f"final_states_out has shape {tuple(final_states_out.shape)}, expected {shape}")
+    check_writable("final_states_out", final_states_out)
+    if torch.is_grad_enabled() and final_states_out.is_leaf and final_states_out.requires_grad:
+        raise ValueError("final_states_out requires a gradient and cannot be written to; detach() it")
 
 
 CausalConv1dFn = through_apply("CausalConv1dFn", causal_conv1d_fn)
@@ -113,5 +122,6 @@ def ring_order(seen_b: Tensor, length: int, state_bvL: Tensor) -> Tensor:
         raise ValueError(
             f"cache_seqlens has shape {tuple(seen_b.shape)}, expected {(len(state_bvL),)}: one count per row"
         )
+    check_integers("cache_seqlens", seen_b, "counts")
     order_bL = (torch.arange(length, device=state_bvL.device) + seen_b[:, None].long()) % max(length, 1)
     return order_bL[:, None].expand_as(state_bvL)
