@@ -1,6 +1,7 @@
 """Wrong or unsupported arguments raise what a user can act on."""
 
 from inspect import signature
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,9 @@ CALLS = {
     "one limit": (SSD, SEQUENCE, {"dt_limit": 3}, "dt_limit is 3, expected the least and the largest step size"),
     "limits of words": (SSD, SEQUENCE, {"dt_limit": ("a", "b")}, "dt_limit is .*, expected the least and the largest"),
     "no limit": (SSD, SEQUENCE, {"dt_limit": (float("nan"), 1.0)}, "dt_limit is .*, expected the least and"),
+    "scale of others": (NORM, (z(2, 4), z(4), None), {"rowscale": z(3)}, r"rowscale has shape \(3,\), expected \(2,\)"),
+    "a word for eps": (NORM, (z(2, 4), z(4), None), {"eps": "x"}, "eps is 'x', expected a finite number"),
+    "a word for dropout": (NORM, (z(2, 4), z(4), None), {"dropout_p": "x"}, "dropout_p = 'x' has to be"),
     "axes of D": (SPLIT, (z(2, 5, 30), z(14, 4), None, z(4), z(4), z(()), 64), {"headdim": 2}, r"^D \(\), conv"),
     "a word for ids": (SPLIT, (z(2, 5, 34), z(14, 4), None, z(4), z(4), z(4), 64), {"headdim": 2, "seq_idx": "silu"},
                        "seq_idx has to be a tensor, got str"),
@@ -153,6 +157,33 @@ def test_keywords_that_the_official_class_swallows():
     states = block.allocate_inference_cache(1, 4, unheard_of=True)
     with pytest.warns(UserWarning, match=r"Mamba3.step ignores position"):
         block.step(z(1, 16), *states, position=3)
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Mamba3"])
+def test_what_blocks_are_given(name):
+    block = official("mamba_ssm", name)(16, **({} if name == "Mamba" else {"headdim": 8}), layer_idx=0)
+    token, states = (z(2, 16) if name == "Mamba3" else z(2, 1, 16)), block.allocate_inference_cache(2, 9)
+    wrong: list[tuple[Any, str]] = [
+        (lambda: block(None), "hidden_states has to be a tensor, got None"),
+        (lambda: block(z(16)), r"hidden_states needs 3 axes \(batch, sequence, width\), got shape \(16,\)"),
+        (lambda: block(z(1, 3, 15)), "hidden_states is 15 wide, but this block takes 16 channels"),
+        (lambda: block(z(1, 3, 16).half()), r"hidden_states is torch.float16, expected torch.float32"),
+        (lambda: block(z(1, 3, 16).long()), r"hidden_states is torch.int64, expected torch.float32"),
+        (lambda: block(z(1, 3, 16), inference_params="x"), "inference_params is a str, expected InferenceParams"),
+        (lambda: block.step(token, *[None] * len(states)), "state has to be a tensor, got None"),
+        (lambda: block.step(token.long(), *states), r"hidden_states is torch.int64, expected torch.float32"),
+        (lambda: block.step(None, *states), "has to be a tensor, got None"),
+        (lambda: block.allocate_inference_cache(2, 9, dtype="x"), "dtype is 'x', expected a floating-point one"),
+    ]
+    if name != "Mamba":
+        wrong.append((lambda: block(z(1, 3, 16), cu_seqlens=5), "cu_seqlens has to be a tensor, got int"))
+        wrong.append((lambda: block(z(1, 3, 16), cu_seqlens=z(())), r"cu_seqlens has shape \(\), expected bounds"))
+    if name == "Mamba2":
+        wrong.append((lambda: block(z(3, 16), seqlen=2), r"seqlen is 2 beside u of shape \(3, 16\), expected whole"))
+        wrong.append((lambda: block(z(3, 16), seqlen="x"), "seqlen is 'x' beside u"))
+    for call, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Mamba3"])

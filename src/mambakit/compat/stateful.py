@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambakit.arguments import shown
+from mambakit.blocks.block import check_projected, entry_weight
 from mambakit.blocks.modules import CausalConv1d
 from mambakit.compat.packing import from_rows, hide_padding, packed, segments_of, to_rows
 from mambakit.ops.causal_conv import correlate
+from mambakit.ops.shapes import FLOATS, check_tensors
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -30,7 +33,9 @@ class Stateful:
         """This layer's states in `inference_params`, made if there are none; subclasses call it by this name."""
         if self.layer_idx is None:
             raise ValueError("inference_params keep states by layer: construct each block with a layer_idx of its own")
-        memory = inference_params.key_value_memory_dict
+        memory = getattr(inference_params, "key_value_memory_dict", None)
+        if not isinstance(memory, dict):
+            raise ValueError(f"inference_params is a {type(inference_params).__name__}, expected InferenceParams")
         if self.layer_idx not in memory:
             memory[self.layer_idx] = self.allocate_inference_cache(batch_size, inference_params.max_seqlen)
         elif initialize_states:
@@ -51,6 +56,9 @@ class Stateful:
         `seq_idx` (b, s) or `cu_seqlens` restart at every packed sequence; the latter, in a batch of one, keeps states
         of each. Tokens after the last one are padding: they leave no states, and without `seq_idx` give zeros.
         """
+        check_sequence(self, x_bsd)
+        if cu_seqlens is not None:
+            check_vector("cu_seqlens", cu_seqlens)
         rows = len(x_bsd) if cu_seqlens is None else len(cu_seqlens) - 1
         states = None if inference_params is None else self._get_states_from_cache(inference_params, rows)
         is_decoding = inference_params is not None and inference_params.seqlen_offset > 0
@@ -111,6 +119,8 @@ class WithConvolution(Stateful):
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One token (b, 1, d); the states are updated in place and returned."""
+        check_tensors({"hidden_states": hidden_states, "conv_state": conv_state, "ssm_state": ssm_state})
+        check_sequence(self, one_token(hidden_states))
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         out, cache = self.continue_from(one_token(hidden_states), self.cache_of(conv_state, ssm_state.to(wide)))
         write((conv_state, ssm_state), cache)
@@ -121,7 +131,30 @@ class WithConvolution(Stateful):
     ) -> tuple[Tensor, ...]:
         """Zero states: convolution (b, v, k) and ssm (b, .., r), the latter at least float32 unless `dtype` says."""
         states = tuple(self.fresh_cache(batch_size))
+        check_dtype(dtype)
         return states if dtype is None else tuple(state.to(dtype) for state in states)
+
+
+def check_sequence(block: Any, x_bsd: Tensor) -> None:
+    """That it can enter the block's first projection."""
+    check_tensors({"hidden_states": x_bsd})
+    if x_bsd.dim() != 3:
+        raise ValueError(f"hidden_states needs 3 axes (batch, sequence, width), got shape {tuple(x_bsd.shape)}")
+    weight = entry_weight(block)
+    if weight is not None and x_bsd.shape[2] != weight.shape[-1]:
+        raise ValueError(f"hidden_states is {x_bsd.shape[2]} wide, but this block takes {weight.shape[-1]} channels")
+    check_projected(block, "hidden_states", x_bsd)
+
+
+def check_dtype(dtype: Any) -> None:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATS):
+        raise ValueError(f"dtype is {shown(dtype)}, expected a floating-point one: {', '.join(map(str, FLOATS))}")
+
+
+def check_vector(name: str, tensor: Tensor) -> None:
+    check_tensors({name: tensor})
+    if tensor.dim() != 1 or not len(tensor):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected bounds such as [0, 3, 7]")
 
 
 def check_rows(layer_idx: int | None, states: Sequence[Tensor], rows: int) -> None:

@@ -4,10 +4,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mambakit.arguments import shown
 from mambakit.blocks import mamba2
 from mambakit.blocks.mamba2 import Mamba2Cache, Mamba2Config
 from mambakit.compat.arguments import in_our_words, refuse_unknown
 from mambakit.compat.stateful import PaddedConv1d, WithConvolution
+from mambakit.ops.shapes import check_tensors
 
 __all__ = ["Mamba2"]
 
@@ -65,6 +67,10 @@ class Mamba2(WithConvolution, mamba2.Mamba2):  # pyright: ignore[reportIncompati
     ) -> Tensor:
         """(b, s, d), or with `seqlen` (b s, d), to the same shape, as in `run_or_step`."""
         if seqlen is not None:
+            check_tensors({"u": u})
+            if type(seqlen) is not int or seqlen < 1 or u.dim() != 2 or len(u) % seqlen:
+                given = f"seqlen is {shown(seqlen)} beside u of shape {tuple(u.shape)}"
+                raise ValueError(f"{given}, expected whole sequences of that length, one after the other")
             return self(u.unflatten(0, (-1, seqlen)), None, seq_idx, cu_seqlens, inference_params).flatten(0, 1)
         return self.run_or_step(u, seq_idx, cu_seqlens, inference_params)
 

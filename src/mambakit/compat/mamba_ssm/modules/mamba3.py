@@ -10,8 +10,9 @@ from torch import Tensor
 from mambakit.blocks import mamba3
 from mambakit.blocks.mamba3 import Mamba3Cache, Mamba3Config
 from mambakit.compat.arguments import in_our_words, warn_of_unknown
-from mambakit.compat.stateful import Stateful, write
+from mambakit.compat.stateful import Stateful, check_dtype, check_sequence, write
 from mambakit.ops.activations import heavy_tail as heavy_tail_activation
+from mambakit.ops.shapes import check_tensors
 
 __all__ = ["Mamba3", "heavy_tail_activation"]
 
@@ -81,6 +82,9 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         """One token (b, d); the states are updated in place and returned."""
         warn_of_unknown("Mamba3.step", unknown)
         states = (angle_state, ssm_state, k_state, v_state)
+        named = dict(zip(("angle_state", "ssm_state", "k_state", "v_state"), states, strict=True))
+        check_tensors({"u": u, **named})
+        check_sequence(self, u[:, None] if u.dim() else u)
         wide = torch.promote_types(u.dtype, torch.float32)
         cache = Mamba3Cache(ssm_state.to(wide), k_state.to(u.dtype), v_state.to(u.dtype), angle_state.to(wide))
         out, cache = self.continue_from(u[:, None], cache)
@@ -98,5 +102,6 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
     ) -> tuple[Tensor, ...]:
         """Zero states: angle (b, h, a) and ssm (b, h, p, r), at least float32, k (b, m, h, r) and v (b, h, p)."""
         angle, ssm, k, v = self.states_of(self.fresh_cache(batch_size))
+        check_dtype(dtype)
         dtype = k.dtype if dtype is None else dtype
         return angle.to(device), ssm.to(device), k.to(device, dtype), v.to(device, dtype)

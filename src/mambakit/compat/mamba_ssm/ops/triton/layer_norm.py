@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambakit.arguments import number, shown
 from mambakit.blocks import modules
 from mambakit.compat.arguments import check_channels, in_one_precision, in_the_order, of_tensors, through_apply
 from mambakit.compat.gpu_only import gpu_only
@@ -60,6 +61,8 @@ def layer_norm_fn(
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide)
     if rowscale is not None:
+        if rowscale.numel() * x.shape[-1] != x.numel():
+            raise ValueError(f"rowscale has shape {tuple(rowscale.shape)}, expected {tuple(x.shape[:-1])}: one per row")
         total = total * rowscale.reshape(*x.shape[:-1], 1)
     total, mask = dropped(total, dropout_p)
     mask1 = None
@@ -112,17 +115,17 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms_no
     x, weight, bias = in_one_precision(x, weight, bias)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if not is_rms_norm:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return F.layer_norm(x, x.shape[-1:], weight, bias, number("eps", eps))
     y = rms_norm(x, weight, eps)
     return y if bias is None else y + bias
 
 
 def dropped(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor | None]:
     """`x` after dropout, and what was kept."""
+    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p = {shown(dropout_p)} has to be at least 0 and below 1")
     if dropout_p == 0:
         return x, None
-    if not 0 < dropout_p < 1:
-        raise ValueError(f"dropout_p = {dropout_p} has to be at least 0 and below 1")
     mask = torch.rand_like(x) >= dropout_p
     return x * mask / (1 - dropout_p), mask
 
