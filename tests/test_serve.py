@@ -316,6 +316,13 @@ class TestStored:
                             return
         pytest.fail("no last event")
 
+    def test_a_damaged_response_is_not_there(self, tmp_path):
+        with running(make_service(StoreOnDisk(tmp_path, States()))) as url:
+            first = asked(url, input="hi")
+            for damaged in (b"", b"{", b"[]", b'{"x": 1}', b"[" * 100_000):
+                (tmp_path / "responses" / f"{first['id']}.json").write_bytes(damaged)
+                assert httpx.get(f"{url}/v1/responses/{first['id']}").status_code == 404
+
     def test_states_that_are_gone_are_read_again(self, tmp_path):
         states = States()
         with running(make_service(StoreOnDisk(tmp_path, states))) as url:

@@ -178,6 +178,8 @@ class TestResponses:
 MARKED, BARE = CallForm("<tool_call>\n", "\n</tool_call>"), CallForm("", "")
 CALL = '<tool_call>\n{"name": "find", "arguments": {"a": "}]\\"", "b": [{}]}}\n</tool_call>'
 ARGUMENTS = '{"a": "}]\\"", "b": [{}]}'
+NO_NAMES = [f'{{"name": "{name}", "arguments": {{}}}}' for name in (r"\x", "a\nb", r"\ud800", r"\u12")]
+"""What a model may write all the same."""
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -197,6 +199,8 @@ ARGUMENTS = '{"a": "}]\\"", "b": [{}]}'
         (BARE, '{"x": 1}', '{"x": 1}', []),
         (BARE, 'so: {"name": "find", "arguments": {}}', 'so: {"name": "find", "arguments": {}}', []),
         (None, CALL, CALL, []),
+        *((MARKED, f"<tool_call>\n{text}", f"<tool_call>\n{text}", []) for text in NO_NAMES),
+        *((BARE, text, text, []) for text in NO_NAMES),
     ],
 )
 def test_calls_in_a_text(form, text, content, calls, size):

@@ -93,7 +93,7 @@ class StoreOnDisk(Store):
             return None
         try:
             return Record(**json.loads(self._path(id).read_bytes()))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError, RecursionError):  # gone, or damaged
             return None
 
     def state(self, id: str) -> Any:

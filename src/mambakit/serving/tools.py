@@ -116,6 +116,16 @@ def as_object(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
+def name_in(quoted: str) -> str | None:
+    """What a string in a model's JSON says, if it says anything that can be sent."""
+    try:
+        name = json.loads(quoted)
+        name.encode()
+    except ValueError:
+        return None
+    return name
+
+
 class Call:
     """One that was made, as far as it has come."""
 
@@ -216,8 +226,8 @@ class Calls:
     def _begin(self, final: bool) -> Iterator[Delta]:
         """A call's name, once it is there; what turns out to be none is text."""
         found = HEAD.match(self._held)
-        name = json.loads(found[1]) if found else ""
-        if found and (self._before or name in self._names):
+        name = name_in(found[1]) if found else None
+        if found and name is not None and (self._before or name in self._names):
             self._open = Call(len(self.calls), name)
             self.calls.append(self._open)
             self._held = self._held[found.end() :]
