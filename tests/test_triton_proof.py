@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import INTERPRETED
-from mambakit.kernels.triton import backend, prove
+from mambakit.kernels.triton import backend, prove, tiles
 from mambakit.ops.causal_conv import CAUSAL_CONV, causal_conv
 from mambakit.ops.operation import explain
 
@@ -43,6 +43,17 @@ def test_a_right_kernel_is_used():
     (choice,) = explain(causal_conv, *inputs())
     assert choice.ran == "triton"
     assert prove.verdict_file(CPU).is_file()
+
+
+def test_a_damaged_verdict_is_found_anew():
+    explain(causal_conv, *inputs())
+    whole = prove.verdict_file(CPU).read_bytes()
+    for damaged in (b"", whole[:20], b"[]", b"\xff"):
+        prove.verdict_file(CPU).write_bytes(damaged)
+        prove.kept_verdict.cache_clear()
+        (choice,) = explain(causal_conv, *inputs())
+        assert choice.ran == "triton"
+        assert list(tiles.read_cache(prove.verdict_file(CPU))) == ["causal_conv torch.float32"]
 
 
 def test_a_broken_kernel_is_caught_and_not_used(monkeypatch):

@@ -8,7 +8,6 @@ of the CPU.
 import functools
 import hashlib
 import importlib.metadata
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mambakit.kernels.triton.source import source_hash
-from mambakit.kernels.triton.tiles import cache_folder
+from mambakit.kernels.triton.tiles import cache_folder, read_cache, write_cache
 from mambakit.ops.backends import _Setting
 from mambakit.ops.causal_conv import causal_conv
 from mambakit.ops.mamba3_prepare import mamba3_prepare
@@ -246,19 +245,15 @@ def verdict_file(device: torch.device) -> Path:
     return cache_folder() / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.json"
 
 
-def kept(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
-
-
 def is_known(operation: str, device: str, dtype: torch.dtype) -> bool:
     """Whether a verdict can be given without running anything."""
-    return f"{operation} {dtype}" in kept(verdict_file(torch.device(device)))
+    return f"{operation} {dtype}" in read_cache(verdict_file(torch.device(device)))
 
 
 def findings(operation: str, device: torch.device, dtype: torch.dtype) -> list[Finding]:
     """What was found before, or is found now and kept."""
     file, key = verdict_file(device), f"{operation} {dtype}"
-    known = kept(file)
+    known = read_cache(file)
     if key not in known:
         _now.proving = True
         try:
@@ -267,10 +262,7 @@ def findings(operation: str, device: torch.device, dtype: torch.dtype) -> list[F
                 known[key] = measure(operation, device, dtype)
         finally:
             _now.proving = False
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps(known), "utf-8")
-        draft.replace(file)
+        write_cache(file, known)
     return [Finding(*row) for row in known[key]]
 
 

@@ -46,8 +46,24 @@ def table() -> dict[str, Any]:
 @cache
 def tuned() -> dict[str, Any]:
     """What `mambakit tune` found."""
-    file = cache_folder() / "tiles.json"
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    return read_cache(cache_folder() / "tiles.json")
+
+
+def read_cache(file: Path) -> dict[str, Any]:
+    """What is kept in a file of the cache folder: nothing, if it is damaged or not there."""
+    try:
+        values = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def write_cache(file: Path, values: dict[str, Any]) -> None:
+    """At once or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}.draft")
+    draft.write_text(json.dumps(values, indent=1), "utf-8")
+    draft.replace(file)
 
 
 @cache

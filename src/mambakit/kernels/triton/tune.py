@@ -1,6 +1,5 @@
 """An opt-in tuner: the SSD core's tiles timed on the device, the fastest kept for it."""
 
-import json
 from typing import Any
 
 import torch
@@ -41,9 +40,7 @@ def tune() -> list[dict[str, Any]]:
                     for ms, each in timed
                 ]
         known[torch.cuda.get_device_name(device)] = chosen
-    folder = tiles.cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiles.json").write_text(json.dumps(known, indent=1), "utf-8")
+    tiles.write_cache(tiles.cache_folder() / "tiles.json", known)
     tiles.tuned.cache_clear()
     return rows
 
