@@ -1,6 +1,7 @@
 """Configs: checked when made, JSON without loss, unknown keys refused; and how blocks start."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,36 @@ def test_json_without_loss(name):
     assert hash(type(config).from_dict(config.to_dict())) == hash(config)
     with pytest.raises(AttributeError):
         config.d_model = 3
+
+
+@pytest.mark.parametrize("text", ["x", "", "[" * 100_000, None, 3, b"\xff"])
+def test_what_is_no_json(text):
+    with pytest.raises(ValueError, match=r"^Mamba2Config.from_json got .*, which is no JSON: "):
+        Mamba2Config.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"'])
+def test_json_of_something_else(text):
+    with pytest.raises(ValueError, match=r"Mamba2Config"):
+        Mamba2Config.from_json(text)
+
+
+def test_values_that_are_no_config():
+    block = Mamba2Config(d_model=8, per_head_dim=4).to_dict()
+    stack = StackConfig(block=Mamba2Config(d_model=8, per_head_dim=4), n_layer=2).to_dict()
+    wrong: dict[str, tuple[Any, Any]] = {
+        "Mamba2Config needs d_model": (Mamba2Config, {}),
+        "Mamba2Config cannot be read from {1: 2}": (Mamba2Config, {1: 2}),
+        "expand = 1e[+]308 is too large beside d_model = 8": (Mamba2Config, {**block, "expand": 1e308}),
+        r"block.family is \[\], expected one of": (StackConfig, {**stack, "block": {"family": []}}),
+        "layers has to be a list of layers": (StackConfig, {**stack, "layers": 3}),
+        "a schedule cannot be read from 3": (StackConfig, {**stack, "virtual": 3}),
+        "schedule is {}, expected one of": (StackConfig, {**stack, "virtual": {"schedule": {}}}),
+        "indices is 3, expected a list": (StackConfig, {**stack, "virtual": {"schedule": "Custom", "indices": 3}}),
+    }
+    for message, (kind, values) in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            kind.from_dict(values)
 
 
 def test_unknown_keys_are_all_named():

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -32,7 +32,11 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Self":
+        check_object(cls, values)
         check_fields(cls, values)
+        missing = [field.name for field in fields(cls) if is_needed(field) and field.name not in values]  # type: ignore[arg-type]  # a dataclass
+        if missing:
+            raise ValueError(f"{cls.__name__} needs {', '.join(missing)}")
         return cls(**{name: from_plain(value) for name, value in values.items()})
 
     def to_json(self) -> str:
@@ -40,7 +44,12 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str) -> "Self":
-        return cls.from_dict(json.loads(text))
+        """ValueError for what is no JSON, or not that of such a config."""
+        try:
+            values = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{cls.__name__}.from_json got {shown(text)}, which is no JSON: {error}") from error
+        return cls.from_dict(values)
 
 
 class _Wide(Config):
@@ -114,6 +123,16 @@ def called(hint: Any) -> str:
     return names.get(hint, f"a {hint.__name__}")
 
 
+def is_needed(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def check_object(kind: type[Config], values: Any) -> None:
+    """That these are fields by their names, whatever the fields are."""
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{kind.__name__} cannot be read from {shown(values)}, expected an object with its fields")
+
+
 def check_fields(kind: type[Config], given: Iterable[str]) -> None:
     check_known(f"{kind.__name__} has no field", given, kind.__dataclass_fields__)
 
@@ -122,6 +141,14 @@ def check_config(module: Any, config: Any, kind: type[Config]) -> None:
     """ValueError unless a module was given the config that it is made from."""
     if not isinstance(config, kind):
         raise ValueError(f"{type(module).__name__} takes a {kind.__name__}, got a {type(config).__name__}")
+
+
+def expanded(config: Any) -> int:
+    """`expand` times `d_model`."""
+    width = config.expand * config.d_model
+    if not width < 2**63:
+        raise ValueError(f"expand = {config.expand} is too large beside d_model = {config.d_model}")
+    return int(width)
 
 
 def check_positive(config: Any, *names: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mambakit.arguments import shown
 from mambakit.blocks.block import Block
 from mambakit.blocks.shares import Shares
 from mambakit.ops.team import Team
@@ -129,8 +130,8 @@ def from_dict(values: Any, where: str = "block") -> Any:
         raise ValueError(f"{where} = {values!r} is of the wrong type, expected an object with the fields of a block")
     fields = dict(values)
     family = fields.pop("family", None)
-    if family not in FAMILIES:
-        raise ValueError(f"{where}.family is {family!r}, expected one of {', '.join(FAMILIES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"{where}.family is {shown(family)}, expected one of {', '.join(FAMILIES)}")
     return FAMILIES[family].config.from_dict(fields)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mambakit.arguments import shown
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import BlockConfig, check_positive, check_types
+from mambakit.blocks.config import BlockConfig, check_positive, check_types, expanded
 from mambakit.blocks.family import Family, FusedStep, register
 from mambakit.blocks.modules import CausalConv1d, Linear, RMSNorm, convolve_silu, init_dt_bias, is_plain, mark
 from mambakit.blocks.shares import Part, Shares, SummedLinear, along, expand_for, run, shared
@@ -68,7 +68,7 @@ class Mamba1Config(BlockConfig):
 
     @property
     def d_inner(self) -> int:
-        return int(self.expand * self.d_model)
+        return expanded(self)
 
     @property
     def dt_width(self) -> int:

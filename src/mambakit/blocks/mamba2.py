@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types, fits
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types, expanded, fits
 from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_flops
 from mambakit.blocks.modules import (
     CausalConv1d,
@@ -99,7 +99,7 @@ class Mamba2Config(BlockConfig):
     @property
     def inner_width(self) -> int:
         """`d_inner` as a number."""
-        return int(self.expand * self.d_model) if self.d_inner is None else self.d_inner
+        return expanded(self) if self.d_inner is None else self.d_inner
 
     @property
     def ssm_width(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mambakit.arguments import shown
 from mambakit.blocks import block as rows
-from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types
+from mambakit.blocks.config import BlockConfig, check_divides, check_positive, check_range, check_types, expanded
 from mambakit.blocks.family import Family, FusedStep, head_notes, register, ssd_flops
 from mambakit.blocks.fixed_point import response
 from mambakit.blocks.mamba3_boundary import pass_cache
@@ -106,7 +106,7 @@ class Mamba3Config(BlockConfig):
 
     @property
     def d_inner(self) -> int:
-        return int(self.expand * self.d_model)
+        return expanded(self)
 
     @property
     def nheads(self) -> int:

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from mambakit.blocks import block, family
 from mambakit.blocks.block import Block, Options
-from mambakit.blocks.config import BlockConfig, Config, check_types
+from mambakit.blocks.config import BlockConfig, Config, check_object, check_types
 from mambakit.blocks.family import Family, FusedStep, family_of, register
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.blocks.stateless import NoCache
@@ -45,6 +45,7 @@ class ParallelConfig(BlockConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]):
+        check_object(cls, values)
         made = {
             name: part if isinstance(part, BlockConfig) else family.from_dict(part, name)
             for name, part in ((name, values.get(name)) for name in ("a", "b"))

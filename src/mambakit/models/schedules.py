@@ -151,13 +151,17 @@ def to_dict(schedule: Schedule | PairSchedule | None) -> dict[str, Any] | None:
 def from_dict(values: dict[str, Any] | None) -> Any:
     if values is None:
         return None
+    if not isinstance(values, dict):
+        raise ValueError(f"a schedule cannot be read from {shown(values)}, expected an object with its name")
     fields = dict(values)
     kind = fields.pop("schedule", None)
-    if kind not in KINDS:
-        raise ValueError(f"schedule is {kind!r}, expected one of {', '.join(KINDS)}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"schedule is {shown(kind)}, expected one of {', '.join(KINDS)}")
     expected = "indices" if kind == "Custom" else "n"
     if list(fields) != [expected]:
-        raise ValueError(f"{kind} has the field {expected}, got {', '.join(fields) or 'none'}")
+        raise ValueError(f"{kind} has the field {expected}, got {', '.join(map(str, fields)) or 'none'}")
+    if kind == "Custom" and not isinstance(fields["indices"], list | tuple):
+        raise ValueError(f"indices is {shown(fields['indices'])}, expected a list of numbers of layers")
     return Custom(tuple(fields["indices"])) if kind == "Custom" else KINDS[kind](fields["n"])
 
 

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from mambakit.arguments import shown
 from mambakit.blocks import family
 from mambakit.blocks.block import Options, check_flags, check_input, check_options, check_token, resets
-from mambakit.blocks.config import BlockConfig, Config, check_config, check_positive, check_types
+from mambakit.blocks.config import BlockConfig, Config, check_config, check_object, check_positive, check_types
 from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.blocks.mlp import MLPConfig
 from mambakit.models import schedules
@@ -145,13 +145,15 @@ class StackConfig(Config):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]):
+        check_object(cls, values)
         made: dict[str, Any] = {}
         if values.get("layers") is not None:
-            if not all(isinstance(blocks, list | tuple) for blocks in values["layers"]):
+            layers = values["layers"]
+            if not isinstance(layers, list | tuple) or not all(isinstance(blocks, list | tuple) for blocks in layers):
                 raise ValueError("layers has to be a list of layers, each a list of blocks")
             made["layers"] = tuple(
                 tuple(family.from_dict(block, f"layers[{i}][{j}]") for j, block in enumerate(blocks))
-                for i, blocks in enumerate(values["layers"])
+                for i, blocks in enumerate(layers)
             )
         else:
             made["block"] = family.from_dict(values.get("block") or {})
