@@ -382,6 +382,7 @@ WRONG = [
     ("", {"messages": HI, "colour": 1}, 400, "colour is not known here"),
     ("", {"messages": HI, "\ud800": 1}, 400, "surrogate"),
     ("", {"messages": HI, "frequency_penalty": 1}, 400, "not supported by this build"),
+    ("", {"messages": HI, "reasoning_effort": "low"}, 400, "reasoning_effort is not supported by this build"),
     ("", {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format"),
     (
         "",

@@ -9,7 +9,7 @@ from typing import Any
 from mambakit.serving.answers import Piece, Token, token_bytes, token_text, top_entries
 from mambakit.serving.errors import bad
 from mambakit.serving.exchange import Events
-from mambakit.serving.schema import Schema, array, integer, optional, record, text
+from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
 from mambakit.serving.service import COMMON, FLAG, FORMAT, INERT, Generation, Service
 from mambakit.serving.tools import CALL, CHOICE, TOOLS, Calls, Delta, Tools, read_calls, read_tools
 from mambakit.text.chat import Message, Rendered
@@ -44,6 +44,10 @@ SCHEMA = record(
         "tool_choice": CHOICE,
         "parallel_tool_calls": FLAG,
         "store": FLAG,
+        "reasoning_effort": not_built("string", maxLength=0),
+        "verbosity": not_built("string", maxLength=0),
+        "prediction": not_built("object", maxProperties=0),
+        "web_search_options": not_built("object", maxProperties=0),
         "modalities": optional(array({"enum": ["text"]})),
     },
     "messages",
