@@ -33,6 +33,7 @@ SHARE = 0.05
 """Of the text that `mambakit train` holds out unless told otherwise."""
 PROMPT, NEW = 1000, 400
 TEMPERATURES = (0.0, 0.7)
+FORMATS = {"float32": None, "bfloat16": 16, "int8": 8, "int4": 4}
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -87,16 +88,17 @@ def measure(model: mk.LanguageModel, given: list[list[int]], kinds: dict[str, An
     ]
 
 
-def measure_texts(count: int, threads: int, formats: list[str]) -> list[dict]:
-    plain, draft, given = trained("model"), trained("draft"), prompts(count)
+def measure_texts(count: int, threads: int, formats: list[str], drafts: bool) -> list[dict]:
+    plain, given = trained("model"), prompts(count)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     untrained = mk.LanguageModel(plain.config)
     noise = torch.randint(256, (max(2, count // 3), PROMPT)).tolist()
-    kinds = {"off": "off", "ngram": "ngram", "a draft": draft}
+    kinds: dict[str, Any] = {"off": "off", "ngram": "ngram", **({"a draft": trained("draft")} if drafts else {})}
     rows = []
     for name in formats:
-        model, knows_nothing = (one if name == "float32" else mk.quantize(one, 8) for one in (plain, untrained))
+        bits = FORMATS[name]
+        model, knows_nothing = (one if bits is None else mk.quantize(one, bits) for one in (plain, untrained))
         texts = [("code", model, given, temperature) for temperature in TEMPERATURES]
         for text, one, some, temperature in [*texts, ("hostile", knows_nothing, noise, 1.0)]:
             for row in measure(one, some, kinds, temperature):
@@ -130,14 +132,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--weights", nargs="+", default=["float32", "int8"], choices=("float32", "int8"))
+    parser.add_argument("--weights", nargs="+", default=["float32", "int8"], choices=FORMATS)
+    parser.add_argument("--without-draft", action="store_true", help="guesses from the text alone")
     given = parser.parse_args()
     rows = []
     for threads in given.threads:
         if given.calls:
             rows += measure_calls(threads, given.repeats)
         else:
-            rows += measure_texts(given.prompts, threads, given.weights)
+            rows += measure_texts(given.prompts, threads, given.weights, not given.without_draft)
     print(table([*rows[0]], [[str(cell) for cell in row.values()] for row in rows]))
     write_json("speculation_calls" if given.calls else "speculation", {"rows": rows})
 

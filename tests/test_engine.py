@@ -14,6 +14,7 @@ import torch
 
 import mambakit as mk
 from mambakit.inference import Engine, State
+from mambakit.inference.requests import Stops
 from mambakit.text.tokens import Bytes
 
 M2 = mk.Mamba2Config(d_model=16, state_rank=8, per_head_dim=8)
@@ -226,6 +227,44 @@ class TestEnds:
         assert len(seen) == 121 - (request.finish_reason == "length")
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
         assert seen[-1] == tokens.decode(request.tokens)
+
+    @pytest.mark.parametrize(
+        ("said", "stop", "found", "text"),
+        [
+            ("€uro".encode(), "\ufffd", None, "€uro"),
+            ("a😀b".encode(), "a\ufffd", None, "a😀b"),
+            (b"a\xffbcd", "\ufffd", 3, "a"),
+            (b"a" + 9 * b"\xff", "a\ufffd", 5, ""),
+            (b"ab\xe2\x82", "\ufffd", None, "ab\ufffd"),
+            (b"ab\xe2\x82c", "b\ufffdc", 5, "a"),
+        ],
+    )
+    def test_the_character_for_what_is_none(self, said, stop, found, text):
+        """Bytes that may yet become a character are none of it."""
+        stops = Stops([], [stop], Bytes())
+        ends = [upto for upto in range(1, len(said) + 1) if stops.found(list(said[:upto]))]
+        assert ends[:1] == ([] if found is None else [found])
+        assert stops.text(list(said[:found]), final=True) == text
+
+    @pytest.mark.parametrize("kind", ["bytes of nothing", "all bytes", "characters"])
+    def test_a_long_text_is_not_decoded_again(self, kind):
+        draw, decoded = random.Random(0), []
+
+        class Counting(Bytes):
+            def decode(self, ids):
+                decoded.append(len(ids))
+                return super().decode(ids)
+
+        said = {
+            "bytes of nothing": [255] * 600,
+            "all bytes": [draw.randrange(256) for _ in range(600)],
+            "characters": list("😀€ä".encode() * 66),
+        }[kind]
+        stops = Stops([], ["never"], Counting())
+        for upto in range(1, len(said) + 1):
+            assert stops.text(said[:upto], final=True) == Bytes().decode(said[:upto])
+        assert max(decoded) <= 4 * Stops.WINDOW
+        assert sum(decoded) < 100 * len(said)
 
     def test_what_is_no_part_of_an_engine(self):
         model = make("mamba2")

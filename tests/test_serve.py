@@ -82,9 +82,11 @@ class TestChat:
             assert entry.logprob == pytest.approx(float(logits_w[id]), abs=1e-4)
             assert [top.logprob for top in entry.top_logprobs] == pytest.approx(logits_w.topk(3)[0].tolist(), abs=1e-4)
             assert entry.top_logprobs[0].bytes == entry.bytes  # greedy
-        streamed = client.chat.completions.create(**asked, stream=True)
-        pieces = [chunk.choices[0].logprobs.content for chunk in streamed if chunk.choices[0].logprobs]
+        streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        pieces = [choice.logprobs.content for choice in streamed if choice.logprobs]
         assert [entry for piece in pieces for entry in piece] == whole
+        assert all(choice.logprobs for choice in streamed if choice.delta.content)
+        assert (streamed[-1].finish_reason, streamed[-1].logprobs) == ("length", None)
 
     def test_several_answers(self, service, client):
         asked = {"model": "tiny", "messages": HI, "max_tokens": 6, "seed": 5, "n": 3}
@@ -370,7 +372,9 @@ WRONG = [
     ("", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
     ("", {"messages": [{"role": "user", "content": 1}]}, 400, "messages[0].content"),
     ("", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogate"),
-    ("", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "content[0]"),
+    ("", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "[0].type is"),
+    ("", {"messages": [*HI, {"role": "user"}]}, 400, "messages[1].content is missing"),
+    ("", {"messages": [{"role": "system", "content": None}, *HI]}, 400, "messages[0].content is missing"),
     ("", {"messages": HI, "model": "other"}, 404, "no model 'other'"),
     ("", {"messages": HI, "max_tokens": -1}, 400, "max_tokens is -1, expected at least 1"),
     ("", {"messages": HI, "max_tokens": 1.5}, 400, "expected integer"),
@@ -385,6 +389,7 @@ WRONG = [
     ("", {"messages": HI, "colour": 1}, 400, "colour is not known here"),
     ("", {"messages": HI, "\ud800": 1}, 400, "surrogate"),
     ("", {"messages": HI, "frequency_penalty": 1}, 400, "not supported by this build"),
+    ("", {"messages": HI, "reasoning_effort": "low"}, 400, "reasoning_effort is not supported by this build"),
     ("", {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format"),
     (
         "",

@@ -142,3 +142,21 @@ def test_light_and_dark(browser):
         browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         colours.append(browser.run("getComputedStyle(document.body).backgroundColor"))
     assert len(set(colours)) == 2
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_lies_outside(browser, width):
+    """Every button is inside of the part of the page that it belongs to, and conversations come before settings."""
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+    browser.wait("document.querySelectorAll('nav li button').length >= 2")
+    outside = (
+        "[...document.querySelectorAll('button, input, textarea')].filter(one => {"
+        " const own = one.getBoundingClientRect(), part = one.closest('nav, main, aside').getBoundingClientRect();"
+        " return own.left < part.left || own.right > part.right }).map(one => one.ariaLabel || one.id)"
+    )
+    assert browser.run(outside) == []
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    if width < 960:
+        top = "document.querySelector('{}').getBoundingClientRect().top"
+        order = [browser.run(top.format(part)) for part in ("main", "nav", "aside")]
+        assert order == sorted(order)

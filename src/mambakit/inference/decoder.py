@@ -173,6 +173,8 @@ class Decoder:
         """Of every row its last one."""
         self._at: At | None = None
         """Of one more token of every row, while rows stay where they are."""
+        self._steps: tuple[list[int], list[int], At] | None = None
+        """The texts and places for which the last of these was made: a guess that was wrong leads back to them."""
 
     def load(self, cache: Sequence[Any]) -> None:
         """Go on from `cache`, which is copied."""
@@ -269,11 +271,14 @@ class Decoder:
         # Those that will not count are counted too: room is made early, not late.
         self._states.left -= most
         self._at = None
-        at = At(torch.tensor(text_b), torch.tensor(before_b), torch.tensor(after_b), stays=not on)
         if on or tokens > len(lengths) or any(noted):
-            return self._in_order(at, noted, lengths)
-        self._at = at
-        return at
+            # One tensor made of numbers takes as long as the three.
+            return self._in_order(At(*torch.tensor([text_b, before_b, after_b]).unbind(), stays=not on), noted, lengths)
+        if self._steps is None or self._steps[:2] != (text_b, before_b):
+            at = At(*torch.tensor([text_b, before_b, after_b]).unbind())
+            self._steps = text_b, before_b, at
+        self._at = self._steps[2]
+        return self._at
 
     def _in_order(self, at: At, noted: list[list[int]], lengths: list[int]) -> At:
         """With the notes of each row's text, then its tokens."""
@@ -314,7 +319,7 @@ class Decoder:
         return self._together(self._states.rows(range(len(self._states.places))))
 
     def _check_ids(self, ids: Sequence[int]) -> None:
-        if any(not 0 <= token < self._vocabulary for token in ids):
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
             raise ValueError(f"ids_b has ids outside 0 to {self._vocabulary - 1}")
 
     def _found(self, cache: Sequence[Any]) -> tuple[list[tuple[Block, Any]], list[Any]]:

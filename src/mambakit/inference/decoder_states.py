@@ -34,6 +34,8 @@ class States:
         self.texts: list[int] = []
         self.left = math.inf
         """Tokens for which every text has room."""
+        self._count = 0
+        """Of places."""
 
     def load(self, caches: Sequence[Any]) -> None:
         """Of all rows, which are copied."""
@@ -44,6 +46,7 @@ class States:
             None if (notes := step_of(block).notes) is None else torch.zeros(len(self.places), notes[1](block))
             for block in self._blocks
         ]
+        self._count_places()
         self._keep([(q, self._caches[q]) for q in self._with_slots()], ROOM)
 
     def join(self, caches: Sequence[Any], taken: Collection[int]) -> None:
@@ -138,13 +141,12 @@ class States:
 
     def _make_notes(self) -> None:
         """For all places. What was noted stays."""
+        self._count_places()
         self._notes = [None if note is None else with_length(note, 0, self._count) for note in self._notes]
 
-    @property
-    def _count(self) -> int:
-        """Of places."""
+    def _count_places(self) -> None:
         small = zip(self._blocks, self._caches, strict=True)
-        return next(
+        self._count = next(
             len(t)
             for block, cache in small
             for name, t in cache._asdict().items()

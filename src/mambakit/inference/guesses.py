@@ -110,8 +110,8 @@ class Ngrams:
 
     def guess(self, count: int) -> list[int]:
         """What followed, again and again if it is short."""
-        period = self._ids[self._place :] if self._length else []
-        return [period[i % len(period)] for i in range(count)] if period else []
+        found = self._ids[self._place : self._place + count] if self._length else []
+        return found if len(found) == count or not found else [found[i % len(found)] for i in range(count)]
 
 
 class Draft:

@@ -227,7 +227,7 @@ class Stops:
             return said[:cut]
         if final:
             return said
-        said = said.rstrip("\ufffd")  # a character whose bytes have not all come
+        said = certain(said)
         longest = max(map(len, self._strings), default=1) - 1
         for length in range(min(longest, len(said)), 0, -1):
             if any(one.startswith(said[-length:]) for one in self._strings):
@@ -235,6 +235,7 @@ class Stops:
         return said
 
     def _cut(self, said: str) -> int | None:
+        said = certain(said)
         places = [place for place in (said.find(one) for one in self._strings) if place >= 0]
         return min(places, default=None)
 
@@ -245,12 +246,17 @@ class Stops:
         with self._lock:
             # What lies far enough back no longer changes with what comes, if it ends in a whole character.
             while len(tokens) - self._counted > 2 * self.WINDOW:
-                upto = self._counted + self.WINDOW
-                piece = self._piece(tokens, upto)
-                if piece.endswith("\ufffd"):
+                most = self._counted + self.WINDOW
+                upto = next((upto for upto in range(most, most - 4, -1) if self._is_whole(tokens, upto)), None)
+                if upto is None:
                     break
-                self._said, self._counted = self._said + piece, upto
+                self._said, self._counted = self._said + self._piece(tokens, upto), upto
             return self._said + self._piece(tokens, len(tokens))
+
+    def _is_whole(self, tokens: Sequence[int], upto: int) -> bool:
+        """Whether no character goes on there: the next tokens would make another one of what it looks like."""
+        piece = self._piece(tokens, upto)
+        return not piece.endswith("\ufffd") or self._piece(tokens, upto + self.WINDOW).startswith(piece)
 
     def _piece(self, tokens: Sequence[int], upto: int) -> str:
         """What tokens from the counted ones on add, told with the ones before, on which a space may depend."""
@@ -258,3 +264,9 @@ class Stops:
         before = list(tokens[max(0, self._counted - self.WINDOW) : self._counted])
         known = self._tokenizer.decode(before) if before else ""
         return self._tokenizer.decode([*before, *tokens[self._counted : upto]])[len(known) :]
+
+
+def certain(said: str) -> str:
+    """Without what may be a character whose bytes have not all come: of four, three are shown as one each at most."""
+    shown = said.rstrip("\ufffd")
+    return said[: max(len(shown), len(said) - 3)]

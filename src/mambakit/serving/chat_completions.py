@@ -9,7 +9,7 @@ from typing import Any
 from mambakit.serving.answers import Piece, Token, token_bytes, token_text, top_entries
 from mambakit.serving.errors import bad
 from mambakit.serving.exchange import Events
-from mambakit.serving.schema import Schema, array, integer, optional, record, text
+from mambakit.serving.schema import Schema, array, integer, not_built, optional, record, text
 from mambakit.serving.service import COMMON, FLAG, FORMAT, INERT, Generation, Service
 from mambakit.serving.tools import CALL, CHOICE, TOOLS, Calls, Delta, Tools, read_calls, read_tools
 from mambakit.text.chat import Message, Rendered
@@ -44,11 +44,23 @@ SCHEMA = record(
         "tool_choice": CHOICE,
         "parallel_tool_calls": FLAG,
         "store": FLAG,
+        "reasoning_effort": not_built("string", maxLength=0),
+        "verbosity": not_built("string", maxLength=0),
+        "prediction": not_built("object", maxProperties=0),
+        "web_search_options": not_built("object", maxProperties=0),
         "modalities": optional(array({"enum": ["text"]})),
     },
     "messages",
 )
 EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+
+
+def read_messages(messages: list[dict[str, Any]]) -> list[Message]:
+    for place, message in enumerate(messages):
+        if message.get("content") is None and message["role"] != "assistant":
+            name = f"messages[{place}].content"
+            raise bad(f"{name} is missing; only an assistant's message may be without", name)
+    return [read_message(one) for one in messages]
 
 
 def read_message(message: dict[str, Any]) -> Message:
@@ -72,7 +84,7 @@ async def render(service: Service, messages: list[Message], tools: Tools | None)
 async def handle(service: Service, body: dict[str, Any]) -> dict[str, Any] | Events:
     service.check_model(body)
     tools = read_tools(body, service.chat.calls)
-    rendered = await render(service, [read_message(one) for one in body["messages"]], tools)
+    rendered = await render(service, read_messages(body["messages"]), tools)
     wanted = body.get("top_logprobs") or (0 if body.get("logprobs") else None)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     run = service.begin(
@@ -134,9 +146,10 @@ async def chunks(
     always = bool(options.get("continuous_usage_stats"))
     calls = [calls_for(tools) for _ in run.choices]
 
-    def chunk(index: int, delta: dict[str, Any], piece: Piece | None = None) -> dict[str, Any]:
-        logprobs = None if piece is None or wanted is None else logprobs_of(service, piece.tokens, wanted)
-        finish = None if piece is None else finish_of(piece, calls[index])
+    def chunk(
+        index: int, delta: dict[str, Any], tokens: list[Token] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        logprobs = None if tokens is None or wanted is None else logprobs_of(service, tokens, wanted)
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": run.usage()} if always else {}
         return {**head, "object": "chat.completion.chunk", "choices": [choice], **usage}
@@ -148,9 +161,11 @@ async def chunks(
         shown = [delta_of(delta) for delta in deltas]
         if piece.finish or (wanted is not None and not shown):
             shown.append({})
-        for place, delta in enumerate(shown, 1):
-            # What is said of the tokens goes with the last part of them.
-            yield chunk(index, delta, piece if place == len(shown) else None)
+        # What is said of the tokens goes with the last part of them, and the reason comes by itself.
+        end, said = len(shown) - 1, max(0, len(shown) - 2) if piece.finish else len(shown) - 1
+        for place, delta in enumerate(shown):
+            finish = finish_of(piece, calls[index]) if place == end else None
+            yield chunk(index, delta, piece.tokens if place == said else None, finish)
     if options.get("include_usage"):
         yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": run.usage()}
     yield "[DONE]"

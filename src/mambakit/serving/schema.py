@@ -151,12 +151,16 @@ def _check_array(value: list[Any], schema: Schema, name: str) -> None:
 
 def _check_object(value: dict[str, Any], schema: Schema, name: str) -> None:
     dot = f"{name}." if name else ""
+    known, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+    # What kind of thing it says it is comes first: one of another kind misses much that is not the point.
+    for key in value.keys() & known.keys():
+        if "enum" in known[key]:
+            check(value[key], known[key], f"{dot}{key}")
     for key in schema.get("required", ()):
         if key not in value:
             raise bad(f"{dot}{key} is missing", f"{dot}{key}")
     if len(value) > schema.get("maxProperties", math.inf):
         raise bad(f"{name} has {len(value)} entries, at most {schema['maxProperties']} are allowed", name)
-    known, more = schema.get("properties", {}), schema.get("additionalProperties", True)
     for key, one in value.items():
         _check_text(key, {}, "a key")
         if key in known:
