@@ -158,7 +158,7 @@ static void multiply_all(
             Inputs inputs;
             inputs.count = least(batch - first, ROWS_TOGETHER);
             for (int64_t b = 0; b < 4; b++) inputs.row[b] = x + (first + least(b, inputs.count - 1)) * x_stride;
-            const int64_t next = passes == 1 ? AHEAD : (piece + pass * piece / passes) * pitch;
+            const int64_t next = passes == 1 ? AHEAD : piece * pitch + pass * piece * pitch / passes;
             const Ahead ahead = {m.weight, row * pitch + next, passes};
             const Results part = {to.y + first * to.stride, to.stride, to.add, to.scale};
             // Formats that take long to decode share what they load of x.

@@ -1,8 +1,9 @@
 // Products of narrow weights with narrow rows, for one row as for thousands: y[b][n] = sum_k weight[n][k] x[b][k].
 //
-// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time; one row of x meets one after the other, in the order in
-// which they lie. Sums of integers are exact, and others have two accumulators, of even and odd lines, each filled in the
-// order of k, so a result does not depend on the batch, on its place in the matrix or on the number of threads.
+// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time, as many in one pass as in another; one row of x meets one
+// after the other, in the order in which they lie. Sums of integers are exact, and others have two accumulators, of even
+// and odd lines, each filled in the order of k, so a result does not depend on the batch, on its place in the matrix or on
+// the number of threads.
 #pragma once
 
 #include "extension.h"
@@ -13,55 +14,82 @@
 namespace MK_ISA {
 
 constexpr int FOUR = 4;
-constexpr int64_t AT_ONCE = W == 16 ? 4 : 2;
+constexpr int AT_ONCE = W == 16 ? 6 : 2;
 // Rows of the matrix that stay in the cache closest by, and rows of x in the next one, while they meet.
 constexpr int64_t NEAR_ROWS = 16, NEAR_INPUTS = 256;
 
+// Weights of FOUR rows as a Dot takes them: a vector, `part` bytes from the beginning of a line. TOGETHER of the rows meet
+// one row of x at a time.
+//
 // int8 or bfloat16, as they lie.
 struct NarrowWeights {
+    static constexpr int TOGETHER = 1;
     const char* row[FOUR];
-    MK_INSIDE vi get(int r, int64_t byte) const { return load_bytes(row[r] + byte); }
-    MK_INSIDE vi get_some(int r, int64_t byte, int64_t n) const { return load_some_bytes(row[r] + byte, n); }
-    // Of two lines from `byte` on.
-    MK_INSIDE void ask(int r, int64_t byte) const {
-        prefetch_soon(row[r] + byte);
-        prefetch_soon(row[r] + byte + LINE);
+    template <class Dot>
+    MK_INSIDE vi get(int r, int64_t line, int64_t part) const {
+        return Dot::weights(load_bytes(row[r] + line * LINE + part));
+    }
+    template <class Dot>
+    MK_INSIDE vi get_some(int r, int64_t line, int64_t part, int64_t n) const {
+        return Dot::weights(load_some_bytes(row[r] + line * LINE + part, n));
+    }
+    // For what two lines are made of, and for what a row of so many bytes has beyond `line`.
+    MK_INSIDE void ask(int r, int64_t line) const {
+        prefetch_soon(row[r] + line * LINE);
+        prefetch_soon(row[r] + line * LINE + LINE);
+    }
+    MK_INSIDE void ask_rest(int r, int64_t line, int64_t bytes) const {
+        for (int64_t at = line * LINE; at < bytes; at += LINE) prefetch_soon(row[r] + at);
     }
 };
 
-// Codes of 64 inputs in 32 bytes, and the values of the two groups they are of.
+// Codes of 64 inputs in 32 bytes, and the values of the two groups they are of. Decoding takes longer than reading: rows
+// that meet x together share what is loaded of it.
 struct Int4Weights {
+    static constexpr int TOGETHER = FOUR;
     const uint8_t* row[FOUR];
     int64_t codes;  // bytes of a row before its scales
-    MK_INSIDE const int8_t* values(int r, int64_t group) const { return INT4_VALUES.of[row[r][codes + group]]; }
+    template <int OFFSET>
+    MK_INSIDE const int8_t* values(int r, int64_t group) const {
+        return INT4_VALUES<OFFSET>.of[row[r][codes + group]];
+    }
     // In the order of narrow_place: a vector is 64, 32 or 16 of them.
-    MK_INSIDE vi get(int r, int64_t byte) const {
-        const int64_t block = byte / 64;
-        const uint8_t* at = row[r] + 32 * block;
+    template <class Dot>
+    MK_INSIDE vi get(int r, int64_t line, int64_t part) const {
+        const uint8_t* at = row[r] + 32 * line;
 #if MK_WIDTH == 16
         const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)at));
-        const __m512i index = _mm512_and_si512(_mm512_mask_srli_epi32(both, 0xff00, both, 4), _mm512_set1_epi8(15));
-        const __m128i even = _mm_load_si128((const __m128i*)values(r, 2 * block));
-        const __m128i odd = _mm_load_si128((const __m128i*)values(r, 2 * block + 1));
-        const __m512i table = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(even), 0xf0f0, odd);
+        const __m512i halves = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
+        const __m512i index = _mm512_and_si512(_mm512_srlv_epi32(both, halves), _mm512_set1_epi8(15));
+        const __m128i even = _mm_load_si128((const __m128i*)values<Dot::OFFSET>(r, 2 * line));
+        const __m128i odd = _mm_load_si128((const __m128i*)values<Dot::OFFSET>(r, 2 * line + 1));
+        const __m512i table = _mm512_broadcast_i64x4(_mm256_inserti128_si256(_mm256_castsi128_si256(even), odd, 1));
         return (vi)_mm512_shuffle_epi8(table, index);
 #elif MK_WIDTH == 8
         __m256i index = _mm256_loadu_si256((const __m256i*)at);
-        if (byte % 64) index = _mm256_srli_epi32(index, 4);
+        if (part) index = _mm256_srli_epi32(index, 4);
         index = _mm256_and_si256(index, _mm256_set1_epi8(15));
-        const __m128i even = _mm_load_si128((const __m128i*)values(r, 2 * block));
-        const __m128i odd = _mm_load_si128((const __m128i*)values(r, 2 * block + 1));
+        const __m128i even = _mm_load_si128((const __m128i*)values<Dot::OFFSET>(r, 2 * line));
+        const __m128i odd = _mm_load_si128((const __m128i*)values<Dot::OFFSET>(r, 2 * line + 1));
         return (vi)_mm256_shuffle_epi8(_mm256_set_m128i(odd, even), index);
 #else
-        const int64_t quarter = byte % 64 / 16, shift = quarter < 2 ? 0 : 4;
-        const int8_t* of = values(r, 2 * block + quarter % 2);
+        const int64_t quarter = part / 16, shift = quarter < 2 ? 0 : 4;
+        const int8_t* of = values<Dot::OFFSET>(r, 2 * line + quarter % 2);
         int8_t found[VECTOR];
         for (int64_t i = 0; i < VECTOR; i++) found[i] = of[at[16 * (quarter % 2) + i] >> shift & 15];
         return load_bytes(found);
 #endif
     }
-    MK_INSIDE vi get_some(int r, int64_t byte, int64_t) const { return get(r, byte); }
-    MK_INSIDE void ask(int r, int64_t byte) const { prefetch_soon(row[r] + byte / 2); }
+    template <class Dot>
+    MK_INSIDE vi get_some(int r, int64_t line, int64_t part, int64_t) const {
+        return get<Dot>(r, line, part);
+    }
+    // As they are, from a byte on.
+    MK_INSIDE vi get(int r, int64_t byte) const { return get<Int8Dot>(r, byte / LINE, byte % LINE); }
+    MK_INSIDE void ask(int r, int64_t line) const { prefetch(row[r], AHEAD + 32 * line); }
+    MK_INSIDE void ask_rest(int r, int64_t line, int64_t bytes) const {
+        for (int64_t at = 32 * line; at < codes + bytes / 32; at += LINE) prefetch(row[r], AHEAD + at);
+    }
 };
 
 // Sums of the lanes of four vectors.
@@ -143,9 +171,9 @@ MK_INLINE void put(Sums sums, const Matrix& m, int64_t row, int64_t count, const
 }
 
 #if MK_WIDTH == 16
-// Four rows of x, each with four of the matrix, at once.
-template <class Sum>
-MK_INLINE Sum four_sums(const Sum (&x)[4][FOUR]) {
+// The first four rows of x, each with four of the matrix, at once.
+template <class Sum, int B>
+MK_INLINE Sum four_sums(const Sum (&x)[B][FOUR]) {
     const Sum a = partial_sums(x[0]), b = partial_sums(x[1]), c = partial_sums(x[2]), d = partial_sums(x[3]);
     const Sum ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
                    __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -160,8 +188,8 @@ MK_INLINE auto each_four_times(Number a, Number b, Number c, Number d) {
     typedef Number Vector __attribute__((vector_size(64)));
     return Vector{a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d};
 }
-template <class Sum>
-MK_INLINE void put_four(const Sum (&sums)[4][FOUR], const Matrix& m, int64_t row, const NarrowRow* const* x,
+template <class Sum, int B>
+MK_INLINE void put_four(const Sum (&sums)[B][FOUR], const Matrix& m, int64_t row, const NarrowRow* const* x,
                         int32_t offset, const Results& to) {
     vf scales = {}, x_scales = {}, bias = {}, old = {};
     Sum totals = {};
@@ -187,106 +215,128 @@ MK_INLINE void put_four(const Sum (&sums)[4][FOUR], const Matrix& m, int64_t row
 template <class Dot, class Weights>
 MK_INLINE void narrow_alone(
     const Matrix& m, const Weights& w, int64_t row, int64_t count, const NarrowRow& x, const Results& to) {
-    const int64_t bytes = stored_bytes(m);
+    constexpr int TOGETHER = Weights::TOGETHER;
+    const int64_t bytes = stored_bytes(m), whole = bytes / LINE, pairs = whole / 2;
     typename Dot::Sum sums[FOUR];
 #pragma GCC unroll 4
-    for (int r = 0; r < FOUR; r++) {
-        typename Dot::Sum even = {}, odd = {};
-        auto meet = MK_BODY(typename Dot::Sum& sum, int64_t at, vi weights) {
-            sum = Dot::add(sum, Dot::weights(weights), load_bytes(x.data + at));
+    for (int first = 0; first < FOUR; first += TOGETHER) {
+        typename Dot::Sum even[TOGETHER] = {}, odd[TOGETHER] = {};
+        auto meet = MK_BODY(typename Dot::Sum (&sum)[TOGETHER], int64_t line, int64_t part, auto get) {
+            const vi values = load_bytes(x.data + line * LINE + part);
+            for (int r = 0; r < TOGETHER; r++) sum[r] = Dot::add(sum[r], get(first + r), values);
         };
-        auto meet_line = MK_BODY(typename Dot::Sum& sum, int64_t at) {
+        auto meet_line = MK_BODY(typename Dot::Sum (&sum)[TOGETHER], int64_t line) {
 #pragma GCC unroll 4
-            for (int64_t part = 0; part < LINE; part += VECTOR) meet(sum, at + part, w.get(r, at + part));
+            for (int64_t part = 0; part < LINE; part += VECTOR)
+                meet(sum, line, part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
         };
-        auto meet_rest = MK_BODY(typename Dot::Sum& sum, int64_t at) {
-            for (; at + VECTOR <= bytes; at += VECTOR) meet(sum, at, w.get(r, at));
-            if (at < bytes) meet(sum, at, w.get_some(r, at, bytes - at));
+        auto meet_rest = MK_BODY(typename Dot::Sum (&sum)[TOGETHER], int64_t line) {
+            const int64_t rest = bytes - line * LINE;
+            int64_t part = 0;
+            for (; part + VECTOR <= rest; part += VECTOR)
+                meet(sum, line, part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+            if (part < rest)
+                meet(sum, line, part, MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
         };
-        int64_t at = 0;
-        for (; at + 2 * LINE <= bytes; at += 2 * LINE) {
-            w.ask(r, at);
-            meet_line(even, at);
-            meet_line(odd, at + LINE);
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            for (int r = 0; r < TOGETHER; r++) w.ask(first + r, 2 * pair);
+            meet_line(even, 2 * pair);
+            meet_line(odd, 2 * pair + 1);
         }
-        if (at + LINE <= bytes) {
-            meet_line(even, at);
-            meet_rest(odd, at + LINE);
-        } else {
-            meet_rest(even, at);
+        for (int r = 0; r < TOGETHER; r++) w.ask_rest(first + r, 2 * pairs, bytes);
+        if (whole % 2) meet_line(even, 2 * pairs);
+        if (bytes % LINE) {
+            if (whole % 2) meet_rest(odd, whole);
+            else meet_rest(even, whole);
         }
-        sums[r] = even + odd;
+        for (int r = 0; r < TOGETHER; r++) sums[first + r] = even[r] + odd[r];
     }
     put(fold(partial_sums(sums)), m, row, count, x, Dot::OFFSET, to, 0);
 }
 
-// Rows [row, row + count) with B rows of x, of which the first `used` count. `lines` of memory are asked for meanwhile.
+// Rows [row, row + count) with B rows of x. `lines` of memory are asked for meanwhile.
 template <class Dot, int B, class Weights>
 MK_INLINE void narrow_block(
-    const Matrix& m, const Weights& w, int64_t row, int64_t count, const NarrowRow* const* x, int64_t used,
+    const Matrix& m, const Weights& w, int64_t row, int64_t count, const NarrowRow* const* x,
     const char* ahead, int64_t lines, const Results& to) {
     typename Dot::Sum sums[B][FOUR] = {};
     const int64_t bytes = stored_bytes(m), steps = ceil_div(bytes, LINE);
     auto meet = MK_BODY(int64_t at, auto get) {
         vi weights[FOUR];
-        for (int r = 0; r < FOUR; r++) weights[r] = Dot::weights(get(r));
+        for (int r = 0; r < FOUR; r++) weights[r] = get(r);
         for (int b = 0; b < B; b++) {
             const vi part = load_bytes(x[b]->data + at);
             for (int r = 0; r < FOUR; r++) sums[b][r] = Dot::add(sums[b][r], weights[r], part);
         }
     };
     int64_t asked = 0;
-    // Every `step` bytes one line, from `at` on; what is no whole line belongs to the one that it begins.
-    auto meet_lines = MK_BODY(int64_t at, int64_t step) {
-        for (; at + LINE <= bytes; at += step) {
+    // Every `step` lines one, from `line` on; what is no whole line belongs to the one that it begins.
+    auto meet_lines = MK_BODY(int64_t line, int64_t step) {
+        for (; (line + 1) * LINE <= bytes; line += step) {
             for (asked += lines; asked >= steps; asked -= steps, ahead += LINE) prefetch(ahead, 0);
 #pragma GCC unroll 4
             for (int64_t part = 0; part < LINE; part += VECTOR)
-                meet(at + part, MK_BODY(int r) { return w.get(r, at + part); });
+                meet(line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
         }
-        for (; at + VECTOR <= bytes; at += VECTOR) meet(at, MK_BODY(int r) { return w.get(r, at); });
-        if (at < bytes) meet(at, MK_BODY(int r) { return w.get_some(r, at, bytes - at); });
+        const int64_t rest = bytes - line * LINE;
+        int64_t part = 0;
+        for (; part + VECTOR <= rest; part += VECTOR)
+            meet(line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+        if (part < rest)
+            meet(line * LINE + part, MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
     };
     if constexpr (__is_same(typename Dot::Sum, vf)) {
-        meet_lines(0, 2 * LINE);
+        meet_lines(0, 2);
         typename Dot::Sum even[B][FOUR];
         memcpy(even, sums, sizeof sums);
         for (int b = 0; b < B; b++)
             for (int r = 0; r < FOUR; r++) sums[b][r] = typename Dot::Sum{};
-        meet_lines(LINE, 2 * LINE);
+        meet_lines(1, 2);
         for (int b = 0; b < B; b++)
             for (int r = 0; r < FOUR; r++) sums[b][r] += even[b][r];
     } else {
-        meet_lines(0, LINE);
+        meet_lines(0, 1);
     }
+    int done = 0;
 #if MK_WIDTH == 16
-    if constexpr (B == 4)
-        if (used == 4 && count == FOUR) return put_four(sums, m, row, x, Dot::OFFSET, to);
+    if constexpr (B >= 4)
+        if (count == FOUR) {
+            put_four(sums, m, row, x, Dot::OFFSET, to);
+            done = 4;
+        }
 #endif
     // Unrolled: an index that the compiler does not know would move all sums to memory.
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int b = 0; b < B; b++) {
-        if (b >= used) break;
+        if (b < done) continue;
         put(fold(partial_sums(sums[b])), m, row, count, *x[b], Dot::OFFSET, to, b);
     }
 }
 
-// Rows [begin, end), weights of row n at at + (n - begin) * pitch; `passes` share the asking for what follows `ahead`.
-template <class Dot, class Weights, class At>
+// Rows [begin, end) with B rows of x, weights of row n at at + (n - begin) * pitch; `passes` share the asking for what
+// follows `ahead`.
+template <class Dot, class Weights, int B, class At>
 static __attribute__((noinline)) void narrow_piece(
-    const Matrix& m, int64_t begin, int64_t end, const At& weights_at, const NarrowRow* const* x, int64_t used,
-    const char* ahead, int64_t passes, const Results& to) {
-    const int64_t pitch = bytes_per_row(m), lines = ceil_div(FOUR * pitch, LINE * passes);
-    for (int64_t row = begin; row < end; row += FOUR, ahead += FOUR * pitch / passes) {
+    const Matrix& m, int64_t begin, int64_t end, const At& weights_at, const NarrowRow* const* x, const char* ahead,
+    int64_t passes, const Results& to) {
+    const int64_t four = FOUR * bytes_per_row(m), lines = ceil_div(four, LINE * passes), step = four / passes;
+    for (int64_t row = begin; row < end; row += FOUR, ahead += step) {
         const int64_t count = least(FOUR, end - row);
         Weights w = weights_at.weights;
         // Rows that are not there repeat the last, and their results are dropped.
         for (int r = 0; r < FOUR; r++)
             w.row[r] += (row - begin + least(r, count - 1)) * weights_at.pitch;
-        if (used == 1) narrow_alone<Dot>(m, w, row, count, *x[0], to);
-        else if (used == 2 || AT_ONCE == 2) narrow_block<Dot, 2>(m, w, row, count, x, used, ahead, lines, to);
-        else narrow_block<Dot, AT_ONCE>(m, w, row, count, x, used, ahead, lines, to);
+        if constexpr (B == 1) narrow_alone<Dot>(m, w, row, count, *x[0], to);
+        else narrow_block<Dot, B>(m, w, row, count, x, ahead, lines, to);
     }
+}
+
+// body(Count<n>()), n from 1 to MOST.
+template <int MOST, class Body>
+MK_INLINE void by_count(int64_t n, const Body& body) {
+    if constexpr (MOST > 1)
+        if (n < MOST) return by_count<MOST - 1>(n, body);
+    body(Count<MOST>());
 }
 
 // Weights of a piece of the matrix, all rows of it at the first one's place, and the bytes between them.
@@ -326,20 +376,23 @@ static void multiply_narrow_by(
             const int64_t stop = least(row + piece, end);
             const bool decodes = m.format == INT4_NARROW && passes > 1;
             const PieceAt<NarrowWeights> own = decodes ? decoded_piece(m, row, stop) : piece_at(weight + row * pitch, pitch);
+            int64_t start = first;
             for (int64_t pass = 0; pass < passes; pass++) {
-                const int64_t start = first + pass * AT_ONCE, used = least(AT_ONCE, near - pass * AT_ONCE);
+                const int64_t used = near / passes + (pass < near % passes), share = pass * NEAR_ROWS * pitch / passes;
                 const NarrowRow* rows[AT_ONCE];
-                for (int64_t b = 0; b < AT_ONCE; b++) rows[b] = narrow_at(m, x, start + least(b, used - 1));
-                const char* ahead = weight + row * pitch + (passes == 1 ? AHEAD : (NEAR_ROWS + pass * NEAR_ROWS / passes) * pitch);
+                for (int64_t b = 0; b < used; b++) rows[b] = narrow_at(m, x, start + b);
+                const char* ahead = weight + row * pitch + (passes == 1 ? AHEAD : NEAR_ROWS * pitch + share);
                 const Results part = {to.y + start * to.stride, to.stride, to.add, to.scale};
-                if (m.format == INT4_NARROW && !decodes) {
+                start += used;
+                by_count<AT_ONCE>(used, MK_BODY(auto count) {
+                    constexpr int B = decltype(count)::value;
+                    if (m.format != INT4_NARROW || decodes)
+                        return narrow_piece<Dot, NarrowWeights, B>(m, row, stop, own, rows, ahead, passes, part);
                     const uint8_t* at = (const uint8_t*)weight + row * pitch;
                     const PieceAt<Int4Weights> coded = {{{at, at, at, at}, round_up(m.columns, LINE) / 2}, pitch};
                     if constexpr (__is_same(typename Dot::Sum, vi))
-                        narrow_piece<Dot, Int4Weights>(m, row, stop, coded, rows, used, ahead, passes, part);
-                } else {
-                    narrow_piece<Dot, NarrowWeights>(m, row, stop, own, rows, used, ahead, passes, part);
-                }
+                        narrow_piece<Dot, Int4Weights, B>(m, row, stop, coded, rows, ahead, passes, part);
+                });
             }
         }
     }

@@ -102,7 +102,8 @@ static const float NF4_VALUES[16] = {-1.0f,       -0.6961928f, -0.52507305f, -0.
                                      0.44070983f, 0.562617f,   0.72295684f,  1.0f};
 
 // The 16 values of INT4_NARROW, for each of the 256 scales that a group may have: round(127 NF4 value * scale / 255), which
-// is never halfway between two integers.
+// is never halfway between two integers. OFFSET more, modulo 256, where products want that.
+template <int OFFSET>
 struct Int4Values {
     int8_t of[256][16];
     constexpr Int4Values() : of() {
@@ -111,11 +112,12 @@ struct Int4Values {
             for (int code = 0; code < 16; code++) {
                 const int size = levels[code] < 0 ? -levels[code] : levels[code];
                 const int value = (2 * size * scale + 255) / 510;
-                of[scale][code] = (int8_t)(levels[code] < 0 ? -value : value);
+                of[scale][code] = (int8_t)((levels[code] < 0 ? -value : value) + OFFSET);
             }
     }
 };
-alignas(64) static constexpr Int4Values INT4_VALUES;
+template <int OFFSET>
+alignas(64) static constexpr Int4Values<OFFSET> INT4_VALUES = {};
 
 // NF4's values times a group's scale. W bytes hold the codes of W inputs in their low halves and of W others, half a
 // group on, in their high ones.
@@ -192,7 +194,7 @@ static void read_row(const Matrix& m, int64_t row, float* to) {
             to[i] = scale * NF4_VALUES[code];
         } else {
             const uint8_t of_group = codes[round_up(m.columns, 64) / 2 + group];
-            to[i] = ((const float*)m.scales)[row] * INT4_VALUES.of[of_group][code];
+            to[i] = ((const float*)m.scales)[row] * INT4_VALUES<0>.of[of_group][code];
         }
     }
 }
