@@ -147,7 +147,12 @@ def prepare_case() -> Case:
 
 
 def quaternion_case() -> Case:
-    b, s, m, g = random.randint(1, 3), random.choice([0, 1, 2, 40, 64, 65, 150]), random.choice([1, 1, 4]), random.randint(1, 2)
+    b, s, m, g = (
+        random.randint(1, 3),
+        random.choice([0, 1, 2, 40, 64, 65, 150]),
+        random.choice([1, 1, 4]),
+        random.randint(1, 2),
+    )
     h, r = g * random.randint(1, 3), random.choice([1, 4, 8, 18, 32, 50, 64, 76])
     j = random.choice([0, r // 8, r // 4, random.randint(0, r // 4)])
     options = {

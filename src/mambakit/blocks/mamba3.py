@@ -194,7 +194,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
     """
 
     config_class, cache_class, splits = Mamba3Config, Mamba3Cache, True
-    restarts = True
+    restarts = leans = lines_per_head = True
 
     def __init__(self, config: Mamba3Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
