@@ -13,6 +13,7 @@ from mambakit.ops.expand_ranks import expand_ranks
 from mambakit.ops.mamba3_prepare import mamba3_prepare
 from mambakit.ops.norm import finish, gated_rms_norm, rms_norm
 from mambakit.ops.quaternion import rotate_quaternion, running_quaternion, unit_quaternion
+from mambakit.ops.quaternion_prepare import quaternion_prepare
 from mambakit.ops.rotation import rotate, running_angle
 
 SIZES = {
@@ -52,6 +53,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "gated_rms_norm": gated_rms_norm,
     "finish": finish,
     "mamba3_prepare": mamba3_prepare,
+    "quaternion_prepare": quaternion_prepare,
     "expand_ranks": expand_ranks,
     "running_angle": running_angle,
     "rotate": rotate,

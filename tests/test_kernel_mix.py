@@ -19,6 +19,7 @@ from mambakit.ops.causal_conv import CAUSAL_CONV, convolve_in_parts
 from mambakit.ops.expand_ranks import EXPAND_RANKS, expand_ranks
 from mambakit.ops.mamba3_prepare import MAMBA3_PREPARE, mamba3_prepare
 from mambakit.ops.norm import FINISH, finish, rms_norm
+from mambakit.ops.quaternion_prepare import QUATERNION_PREPARE, quaternion_prepare
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=f"no kernels: {why_missing()}")
 
@@ -145,6 +146,38 @@ def prepare_case() -> Case:
     )
 
 
+def quaternion_case() -> Case:
+    b, s, m, g = (
+        random.randint(1, 3),
+        random.choice([0, 1, 2, 40, 64, 65, 150]),
+        random.choice([1, 1, 4]),
+        random.randint(1, 2),
+    )
+    h, r = g * random.randint(1, 3), random.choice([1, 4, 8, 18, 32, 50, 64, 76])
+    j = random.choice([0, r // 8, r // 4, random.randint(0, r // 4)])
+    options = {
+        "eps": random.choice([1e-5, 0.03]),
+        "rotation_range": random.choice([1.0, 2.0]),
+        "segments_bs": sometimes(0.5, some_segments(b, s)),
+    }
+
+    def run(backend: str, b, c, b_weight, c_weight, b_bias, c_bias, rot, dt, carry=None) -> list[Tensor]:
+        tensors = (b, c, b_weight, c_weight, b_bias, c_bias, rot, dt, carry)
+        return list(quaternion_prepare(*tensors, **options, backend=backend))
+
+    return run, given(
+        b=in_a_wider_row(torch.randn(b, s, m * g * r)).unflatten(-1, (m, g, r)),
+        c=in_a_wider_row(torch.randn(b, s, m * g * r)).unflatten(-1, (m, g, r)),
+        b_weight=torch.randn(r),
+        c_weight=torch.randn(r),
+        b_bias=torch.randn(h, m, r),
+        c_bias=torch.randn(h, m, r),
+        rot=in_a_wider_row(torch.randn(b, s, h * j * 3) * random.choice([1e-3, 1, 3])).unflatten(-1, (h, j, 3)),
+        dt=torch.rand(b, s, h),
+        carry=sometimes(0.7, torch.randn(b, h, j, 4)),
+    )
+
+
 def ranks_case() -> Case:
     b, s, h, m, p = random.randint(1, 3), random.choice([0, 1, 2, 70]), random.randint(1, 3), random.randint(1, 4), 17
 
@@ -156,7 +189,10 @@ def ranks_case() -> Case:
 
 
 DATA = ("x", "y", "z", "b", "c", "rot", "window")
-CASES = {"ranks": ranks_case, "prepare": prepare_case, "conv": conv_case, "finish": finish_case, "norm": norm_case}
+CASES = {
+    **{"ranks": ranks_case, "prepare": prepare_case, "quaternions": quaternion_case},
+    **{"conv": conv_case, "finish": finish_case, "norm": norm_case},
+}
 
 
 def results(case: Case, backend: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -263,6 +299,13 @@ def op_inputs() -> dict[str, tuple]:
                 *(leaf(2, 5, 2), leaf(2, 5, 2), leaf(2, 2, 2), segments_bs, 1e-5, 1.0, True),
             ),
         ),
+        "quaternions": (
+            QUATERNION_PREPARE,
+            (
+                *(leaf(2, 5, 3, 1, 8), leaf(2, 5, 3, 1, 8), leaf(8), leaf(8), leaf(2, 3, 8), leaf(2, 3, 8)),
+                *(leaf(2, 5, 2, 2, 3), leaf(2, 5, 2), leaf(2, 2, 2, 4), segments_bs, 1e-5, 1.0),
+            ),
+        ),
         "finish ranks": (
             FINISH,
             (leaf(6, 3, 8), leaf(6, 8), leaf(8), leaf(6, 8), leaf(3, 8), leaf(3, 8), leaf(3, 8), None, 8, 0, 1e-5),
@@ -270,7 +313,7 @@ def op_inputs() -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("name", ["conv", "conv packed", "finish", "finish ranks", "prepare", "ranks"])
+@pytest.mark.parametrize("name", ["conv", "conv packed", "finish", "finish ranks", "prepare", "quaternions", "ranks"])
 def test_operators_are_what_torch_expects(name):
     operation, inputs = op_inputs()[name]
     torch.library.opcheck(operation.operator, (*inputs, "cpu"))

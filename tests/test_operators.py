@@ -111,7 +111,9 @@ def test_absent_tensors(name, device, calls):
             assert [tuple(d.shape) for d in found] == list(map(tuple, want))
 
 
-@pytest.mark.parametrize("name", ["causal_conv", "expand_ranks", "finish", "mamba2_step", "mamba3_prepare"])
+@pytest.mark.parametrize(
+    "name", ["causal_conv", "expand_ranks", "finish", "mamba2_step", "mamba3_prepare", "quaternion_prepare"]
+)
 def test_axes_of_tensors_without_numbers(name, calls):
     operation = OPERATIONS[name]
     assert isinstance(operation, TorchOperation)

@@ -13,6 +13,7 @@
 #include "matvec.h"
 #include "norm.h"
 #include "pages.h"
+#include "quaternion_prepare.h"
 #include "ranks.h"
 #include "selective_scan_backward.h"
 #include "ssd_backward.h"
@@ -24,6 +25,7 @@ mk_parallel_for mk_torch_parallel_for = nullptr;
 mk_get_num_threads mk_torch_get_num_threads = nullptr;
 
 #include "check_elementwise.h"
+#include "check_quaternions.h"
 #include "check_scans.h"
 #include "check_whole_model.h"
 
@@ -65,6 +67,7 @@ static const struct {
     {"finish", check_finish},
     {"ranks", check_ranks},
     {"preparation", check_prepare},
+    {"preparation with quaternions", check_quaternions},
     {"selective scan", check_scan},
     {"ssd", check_ssd},
     {"step of Mamba-1", check_mamba1_step},

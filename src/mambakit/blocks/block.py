@@ -57,6 +57,10 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
     """The module or parameter that meets the input first."""
     splits = False
     """Whether `run` knows of a `boundary()`: tokens may be shares of sequences that other ranks go on with."""
+    leans = False
+    """Whether heads meet in `in_proj`, `out_proj` and `outer_norm` alone, so that `SsdPath(lean=...)` can run it."""
+    lines_per_head = False
+    """Whether B and C are every head's own."""
     restarts = False
     """Whether `run` takes rows that start afresh before the only token, and need not have their cache changed."""
     config: Config
@@ -80,6 +84,11 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
     @property
     def state_rank(self) -> int:
         return self.config.state_rank  # type: ignore[attr-defined]  # where a family has one
+
+    @property
+    def outer_norm(self) -> nn.Module | None:
+        """The norm of all heads together, last before the output projection, where there is one and nothing beside."""
+        return None
 
     @abstractmethod
     def fresh_cache(self, batch: int) -> Cache:
@@ -127,6 +136,9 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         Only tokens that `mask_bs` says are there count. `reset_bs` starts afresh before a token; `cu_seqlens` packs
         sequences into a batch of one, and the cache then has a row for each.
         """
+        # Not above: it has to know families, which have to know blocks.
+        from mambakit.blocks.lean import run_lean
+
         check_input(self, x_bsd)
         path = SsdPath.of(path)
         b, s, _ = x_bsd.shape
@@ -155,7 +167,8 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
                 # The cache is now that of the first token, which may be all there is: an ordinary step.
                 ids_bs = None if s == 1 else ids_bs
             with path.around():
-                y_bsd, cache = self.run(x_bsd, cache, path.inside, ids_bs, None, *fresh)
+                run = run_lean if not fresh and self.is_lean(x_bsd, path) else type(self).run
+                y_bsd, cache = run(self, x_bsd, cache, path.inside, ids_bs, None, *fresh)
             return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), cache
 
         if mask_bs is not None:
@@ -169,11 +182,17 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         elif entering is not None:
             cache = self.restarted(cache, entering)
         with path.around():
-            y_rld, cache = self.run(layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
+            run = run_lean if self.is_lean(x_bsd, path) else type(self).run
+            y_rld, cache = run(self, layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
         if leaving is not None and edge is None:
             cache = self.restarted(cache, leaving)
         y_rld = y_rld if config.out_scale == 1 else y_rld * config.out_scale
         return layout.scatter(y_rld, b, s), cache
+
+    def is_lean(self, x_bsd: Tensor, path: SsdPath) -> bool:
+        """Whether a call asks for little memory and may get it: there is something to go back through."""
+        asked = path.lean is not None and self.leans and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return asked and x_bsd.numel() > 0 and (x_bsd.requires_grad or any(p.requires_grad for p in self.parameters()))
 
     def step(self, x_bd: Tensor, cache: Cache | None = None, *, reset_b: Tensor | None = None) -> tuple[Tensor, Cache]:
         """One token; rows of `reset_b` start afresh before it."""

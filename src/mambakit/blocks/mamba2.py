@@ -153,7 +153,7 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
     """
 
     config_class, cache_class, splits = Mamba2Config, Mamba2Cache, True
-    restarts = True
+    restarts = leans = True
 
     def __init__(self, config: Mamba2Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -178,6 +178,12 @@ class Mamba2(rows.Block[Mamba2Config, Mamba2Cache]):
     @property
     def per_head_dim(self) -> int:
         return self.config.per_head_dim
+
+    @property
+    def outer_norm(self) -> GatedRMSNorm | None:
+        config = self.config
+        is_whole = config.rmsnorm and not config.norm_before_gate and config.norm_width == config.inner_width
+        return self.norm if is_whole else None
 
     def reset_parameters(self) -> None:
         """The official initialisation, projections included."""

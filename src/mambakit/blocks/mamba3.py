@@ -22,6 +22,7 @@ from mambakit.ops.fused_step import MAMBA3_STEP, is_step, take_step
 from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
 from mambakit.ops.norm import finish
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
+from mambakit.ops.quaternion_prepare import quaternion_prepare
 from mambakit.ops.rotation import rotate_all, running_angle
 from mambakit.ops.ssd import learned_start
 from mambakit.ops.ssd_path import SsdPath
@@ -193,7 +194,7 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
     """
 
     config_class, cache_class, splits = Mamba3Config, Mamba3Cache, True
-    restarts = True
+    restarts = leans = lines_per_head = True
 
     def __init__(self, config: Mamba3Config | None = None, *, device: Any = None, dtype: Any = None, **fields: Any):
         super().__init__(config, **fields)
@@ -406,24 +407,19 @@ class Mamba3(rows.Block[Mamba3Config, Mamba3Cache]):
         """B and C with norm and bias, turned by the rotation up to each token, in the dtype of x; the last rotation."""
         config, dtype = self.config, token.x_bshp.dtype
         are_plain = is_plain(self.B_norm, RMSNorm) and is_plain(self.C_norm, RMSNorm)
-        if config.rotation == "complex" and are_plain and self.B_norm.eps == self.C_norm.eps:
-            # Without rotation the one angle that is kept turns nothing.
-            angles = config.rope_dim // 2
-            b_bsmhr, c_bsmhr, last = mamba3_prepare(
-                token.b_bsmgr,
-                token.c_bsmgr,
-                self.B_norm.weight,
-                self.C_norm.weight,
-                self.B_bias,
-                self.C_bias,
-                token.rot_bsR[..., :angles],
-                token.dt_bsh,
-                carried[..., :angles],
-                eps=self.B_norm.eps,
-                rotation_range=config.rotation_range,
-                pairing=config.pairing,
-                segments_bs=segments_bs,
-            )
+        if are_plain and self.B_norm.eps == self.C_norm.eps:
+            sides = (token.b_bsmgr, token.c_bsmgr, self.B_norm.weight, self.C_norm.weight, self.B_bias, self.C_bias)
+            how = {"eps": self.B_norm.eps, "rotation_range": config.rotation_range, "segments_bs": segments_bs}
+            # Without rotation the one angle or quaternion that is kept turns nothing.
+            if config.rotation == "quaternion":
+                angles = config.rope_dim // 4
+                rot_bshj3 = token.rot_bsR.unflatten(-1, (*config.rotation_shape[:2], 3))[:, :, :, :angles]
+                prepared = quaternion_prepare(*sides, rot_bshj3, token.dt_bsh, carried[:, :, :angles], **how)
+            else:
+                angles = config.rope_dim // 2
+                turns = (token.rot_bsR[..., :angles], token.dt_bsh, carried[..., :angles])
+                prepared = mamba3_prepare(*sides, *turns, pairing=config.pairing, **how)
+            b_bsmhr, c_bsmhr, last = prepared
             return b_bsmhr, c_bsmhr, last if angles else self.no_rotation(len(b_bsmhr))
         b_bsmhr, c_bsmhr = self.per_head(token)
         if config.rope_dim == 0:

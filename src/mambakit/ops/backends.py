@@ -24,7 +24,7 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 _running = threading.local()
 # Set here although it is the default everywhere: compilers guard on an attribute that is there.
-_running.backend, _running.overwrite, _running.notes = "auto", False, None
+_running.backend, _running.overwrite, _running.notes, _running.unseen = "auto", False, None, False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,7 +134,19 @@ class _Setting:
         setattr(_running, self.name, self.before)
 
 
-DEFAULTS = {"backend": "auto", "overwrite": False, "notes": None}
+DEFAULTS = {"backend": "auto", "overwrite": False, "notes": None, "unseen": False}
+
+
+def unseen() -> _Setting:
+    """`with unseen():` is for calls on plain tensors inside of an autograd function, differentiated once if at all.
+
+    Nobody looks on there who would have to see the operators that kernels stand behind.
+    """
+    return _Setting("unseen", True)
+
+
+def nobody_looks_on() -> bool:
+    return getattr(_running, "unseen", False)
 
 
 def use_backend(name: str) -> _Setting:

@@ -8,7 +8,7 @@ from mambakit.arguments import number
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.operation import Outputs, TorchOperation
 from mambakit.ops.rotation import check_pairing, check_pairs, rotate_all, running_angle
-from mambakit.ops.shapes import bind, check_floats, check_integers, check_segments
+from mambakit.ops.shapes import Sizes, bind, check_floats, check_integers, check_segments
 
 
 def _outputs(b_bsmgr: Tensor, c_bsmgr: Tensor, *others: Any) -> Outputs:
@@ -35,10 +35,14 @@ def check_sizes(
     required |= {"b_bias_hmr": b_bias_hmr, "c_bias_hmr": c_bias_hmr, "rot_bsa": rot_bsa, "dt_bsh": dt_bsh}
     size = bind(required, angle_bha=angle_bha, segments_bs=segments_bs)
     check_pairs(size.a, size.r)
-    if size.g == 0 or size.h % size.g:
-        raise ValueError(f"axis 'h' is {size.h} in dt_bsh, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
+    check_groups(size)
     if segments_bs is not None:
         check_integers("segments_bs", segments_bs)
+
+
+def check_groups(size: Sizes) -> None:
+    if size.g == 0 or size.h % size.g:
+        raise ValueError(f"axis 'h' is {size.h} in dt_bsh, not a multiple of axis 'g', which is {size.g} in b_bsmgr")
 
 
 MAMBA3_PREPARE = TorchOperation(
@@ -88,12 +92,14 @@ def mamba3_prepare(
         b_bsmhr, c_bsmhr, last_bha = kernel(*tensors, segments_bs, eps, rotation_range, pairing == "interleaved")
         return b_bsmhr.to(b_bsmgr.dtype), c_bsmhr.to(b_bsmgr.dtype), last_bha
     angle_bsha, last_bha = running_angle(rot_bsa, dt_bsh, rotation_range, angle_bha, segments_bs=segments_bs)
-    normed = (
-        add_bias(rms_norm(x_bsmgr, weight_r, eps, backend="torch"), bias_hmr)
-        for x_bsmgr, weight_r, bias_hmr in ((b_bsmgr, b_weight_r, b_bias_hmr), (c_bsmgr, c_weight_r, c_bias_hmr))
-    )
-    b_bsmhr, c_bsmhr = rotate_all(tuple(normed), angle_bsha, pairing)
+    sides = ((b_bsmgr, b_weight_r, b_bias_hmr), (c_bsmgr, c_weight_r, c_bias_hmr))
+    b_bsmhr, c_bsmhr = rotate_all(tuple(normed(*side, eps) for side in sides), angle_bsha, pairing)
     return b_bsmhr.to(b_bsmgr.dtype), c_bsmhr.to(b_bsmgr.dtype), last_bha
+
+
+def normed(x_bsmgr: Tensor, weight_r: Tensor, bias_hmr: Tensor, eps: float) -> Tensor:
+    """Norm and bias in torch's operators."""
+    return add_bias(rms_norm(x_bsmgr, weight_r, eps, backend="torch"), bias_hmr)
 
 
 def add_bias(x_bsmgr: Tensor, bias_hmr: Tensor) -> Tensor:

@@ -67,12 +67,16 @@ def rotate_quaternion(x_bsmhr: Tensor, q_bshj4: Tensor) -> Tensor:
     """
     size = bind({"x_bsmhr": x_bsmhr, "q_bshj4": q_bshj4})
     check_floats({"x_bsmhr": x_bsmhr}, {"q_bshj4": q_bshj4})
-    if 4 * size.j > size.r:
-        raise ValueError(f"{size.j} quaternions need a state axis of at least {4 * size.j} entries, got {size.r}")
+    check_blocks(size.j, size.r)
     q_bs1hj4 = q_bshj4.to(torch.promote_types(q_bshj4.dtype, torch.float32))[:, :, None]
     blocks, rest = x_bsmhr.split((4 * size.j, size.r - 4 * size.j), dim=-1)
     turned = multiply(conjugate(q_bs1hj4), blocks.unflatten(-1, (size.j, 4)))
     return torch.cat((turned.flatten(-2).to(x_bsmhr.dtype), rest), dim=-1)
+
+
+def check_blocks(blocks: int, state_rank: int) -> None:
+    if 4 * blocks > state_rank:
+        raise ValueError(f"{blocks} quaternions need a state axis of at least {4 * blocks} entries, got {state_rank}")
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mambakit.arguments import shown
+from mambakit.arguments import number, shown
 from mambakit.ops.backends import check_backend, use_backend
 
 ALGORITHMS = ("minimal", "serial", "serial_recalculated")
@@ -25,7 +25,9 @@ class SsdPath:
     `algorithm`: `"minimal"` (batched products only), `"serial"` (a loop over chunks for the states) or
     `"serial_recalculated"` (keeps the inputs only and recomputes the rest in its backward).
     `chunk_len=None` takes `optimal_chunk_len`. `backend="auto"` takes the fastest that supports the call; one asked for
-    by name runs or raises.
+    by name runs or raises. With `lean` a block keeps nothing but its input for the backward and computes the rest
+    again, a few heads and tokens at a time, in that share of memory beyond its input, output and parameters' gradients,
+    or as little as it can: `lean=0.5` is little, `lean=0.2` is less and slower. See docs/algorithms.md.
 
     Examples:
         >>> path = mk.SsdPath.serial(chunk_len=64)
@@ -38,11 +40,14 @@ class SsdPath:
     algorithm: str = "serial_recalculated"
     chunk_len: int | None = None
     backend: str = "auto"
+    lean: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm {shown(self.algorithm)} is unknown; choose from {', '.join(ALGORITHMS)}")
         check_backend(self.backend)
+        if self.lean is not None and not number("lean", self.lean) > 0:
+            raise ValueError(f"lean is {shown(self.lean)}, expected a share of memory such as 0.5, or None")
         if self.chunk_len is not None and (type(self.chunk_len) is not int or self.chunk_len < 1):
             raise ValueError(f"chunk_len is {shown(self.chunk_len)}, expected a positive integer or None")
 

@@ -64,11 +64,22 @@ def peak_bytes(task: Callable[[], Any]) -> int:
     task()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         task()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()  # type: ignore[attr-defined]  # not in the stubs
-        peak = max(peak, live)
+    found, trees = [], list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while trees:
+        event = trees.pop()
+        trees += event.children
+        if type(event.extra_fields).__name__ == "_ExtraFields_Allocation":
+            found.append((event.start_time_ns, event.extra_fields))
+    # What was there before may be freed too, which says nothing about the task; the profiler knows the sizes of some.
+    live: dict[int, int] = {}
+    total = peak = 0
+    for _, allocation in sorted(found, key=lambda each: each[0]):
+        if allocation.alloc_size > 0:  # type: ignore[attr-defined]  # not in the stubs
+            live[allocation.ptr] = allocation.alloc_size  # type: ignore[attr-defined]
+            total += allocation.alloc_size  # type: ignore[attr-defined]
+        else:
+            total -= live.pop(allocation.ptr, 0)  # type: ignore[attr-defined]
+        peak = max(peak, total)
     return peak
 
 

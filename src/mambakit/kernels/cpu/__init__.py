@@ -8,6 +8,7 @@ from mambakit.kernels.cpu import (  # noqa: F401
     fused_step,
     mamba3_prepare,
     norm,
+    quaternion_prepare,
     selective_scan,
     ssd,
 )

@@ -47,6 +47,9 @@ Prepare{Turns turns; Pairs pairs; int64_t ranks, groups; float eps; Side b, c; p
 PrepareForward{Prepare inputs; pointer b, c, after;} mamba3_prepare(PrepareForward)
 PrepareBackward{Prepare inputs; pointer d_b_out, d_c_out, d_after, d_theta, d_b, d_c, d_rot, d_dt, d_before, sums;}
   mamba3_prepare_backward(PrepareBackward)
+QuaternionForward{Prepare inputs; pointer running, b, c, after;} quaternion_prepare(QuaternionForward)
+QuaternionBackward{Prepare inputs; pointer d_b_out, d_c_out, d_after, running, share, d_b, d_c, d_rot, d_dt, d_before,
+  sums;} quaternion_prepare_backward(QuaternionBackward)
 PerToken{pointer data; int64_t row, token, group;}
 Scan{int64_t rows, tokens, groups, channels, rank, part_channels, softplus; PerToken x, dt, z, b, c; pointer a_ir,
   state_bir, skip_i, dt_bias_i, fresh_bs; bool narrow;}

@@ -8,6 +8,7 @@
 #include "matvec.h"
 #include "norm.h"
 #include "pages.h"
+#include "quaternion_prepare.h"
 #include "ranks.h"
 #include "selective_scan.h"
 #include "selective_scan_backward.h"
@@ -19,27 +20,29 @@
 #include "threads.h"
 
 // Each with the struct it takes.
-#define MK_KERNELS(kernel)                                \
-    kernel(causal_conv, ConvForward)                      \
-    kernel(causal_conv_backward, ConvBackward)            \
-    kernel(decode, Decode)                                \
-    kernel(expand_ranks, ExpandRanks)                     \
-    kernel(expand_ranks_backward, ExpandRanksBackward)    \
-    kernel(finish, FinishForward)                         \
-    kernel(finish_backward, FinishBackward)               \
-    kernel(large_pages, LargePages)                       \
-    kernel(mamba1_step_conv, Mamba1StepConv)              \
-    kernel(mamba1_step_scan, Mamba1StepScan)              \
-    kernel(mamba2_step, Mamba2StepCall)                   \
-    kernel(mamba3_prepare, PrepareForward)                \
-    kernel(mamba3_prepare_backward, PrepareBackward)      \
-    kernel(mamba3_step, Mamba3StepCall)                   \
-    kernel(matvec, Matvec)                                \
-    kernel(read_memory, ReadMemory)                       \
-    kernel(selective_scan, ScanForward)                   \
-    kernel(selective_scan_backward, ScanBackward)         \
-    kernel(ssd_backward, SsdBackward)                     \
-    kernel(ssd_forward, SsdForward)                       \
+#define MK_KERNELS(kernel)                                  \
+    kernel(causal_conv, ConvForward)                        \
+    kernel(causal_conv_backward, ConvBackward)              \
+    kernel(decode, Decode)                                  \
+    kernel(expand_ranks, ExpandRanks)                       \
+    kernel(expand_ranks_backward, ExpandRanksBackward)      \
+    kernel(finish, FinishForward)                           \
+    kernel(finish_backward, FinishBackward)                 \
+    kernel(large_pages, LargePages)                         \
+    kernel(mamba1_step_conv, Mamba1StepConv)                \
+    kernel(mamba1_step_scan, Mamba1StepScan)                \
+    kernel(mamba2_step, Mamba2StepCall)                     \
+    kernel(mamba3_prepare, PrepareForward)                  \
+    kernel(mamba3_prepare_backward, PrepareBackward)        \
+    kernel(mamba3_step, Mamba3StepCall)                     \
+    kernel(matvec, Matvec)                                  \
+    kernel(quaternion_prepare, QuaternionForward)           \
+    kernel(quaternion_prepare_backward, QuaternionBackward) \
+    kernel(read_memory, ReadMemory)                         \
+    kernel(selective_scan, ScanForward)                     \
+    kernel(selective_scan_backward, ScanBackward)           \
+    kernel(ssd_backward, SsdBackward)                       \
+    kernel(ssd_forward, SsdForward)                         \
     kernel(vector_function, VectorFunction)
 
 // The structs inside of those.

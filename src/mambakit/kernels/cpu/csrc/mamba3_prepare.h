@@ -125,6 +125,20 @@ static void norm_line_backward(const Prepare& all, const Number* x, float invers
     });
 }
 
+// Through the norms of all lines of a token; `sums` are the task's.
+template <class Number>
+static void norm_token_backward(
+    const Prepare& all, int64_t row, int64_t t, Workspace& work, void* d_b, void* d_c, float* sums) {
+    int64_t token = row * all.turns.length + t, state = all.pairs.state, lines = all.lines();
+    for (int64_t side = 0; side < 2; side++)
+        for (int64_t line = 0; line < lines; line++) {
+            int64_t at = side * lines + line;
+            Number* d_x = (Number*)(side ? d_c : d_b) + (token * lines + line) * state;
+            norm_line_backward(all, all.line<Number>(side, row, t, line), work.inverse[at], all.side(side).weight,
+                               work.d_normed + at * state, d_x, sums + 2 * all.outputs() + side * state);
+        }
+}
+
 struct PrepareForward {
     MK_FIELDS(PrepareForward,
         Prepare inputs;
@@ -166,13 +180,7 @@ static void prepare_token_backward(const PrepareBackward& d, int64_t row, int64_
             }
         angle_gradients(all.pairs, work.d_turn, d.d_theta + (token * turns.heads + head) * turns.angles);
     }
-    for (int64_t side = 0; side < 2; side++)
-        for (int64_t line = 0; line < lines; line++) {
-            int64_t at = side * lines + line;
-            Number* d_x = (Number*)(side ? d.d_c : d.d_b) + (token * lines + line) * state;
-            norm_line_backward(all, all.line<Number>(side, row, t, line), work.inverse[at], all.side(side).weight,
-                               work.d_normed + at * state, d_x, sums + 2 * all.outputs() + side * state);
-        }
+    norm_token_backward<Number>(all, row, t, work, d.d_b, d.d_c, sums);
 }
 
 // body(task, row, t, work) for the tokens of blocks, with the angles and normed lines of each.

@@ -3,6 +3,7 @@
 //     Q_t = q_t Q_{t-1}, normalised,    q_t: the turn by dt_t range pi tanh(|rot_t|) about the axis rot_t
 #pragma once
 
+#include "bfloat16.h"
 #include "rotation.h"
 #include "rows.h"
 #include "vec.h"
@@ -52,19 +53,30 @@ MK_INLINE vf4 load_block(const float* from) {
     memcpy(&x, from, sizeof x);
     return x;
 }
+MK_INLINE vf4 load_block(const bfloat16* from) { return vf4{from[0], from[1], from[2], from[3]}; }
+MK_INLINE void store_block(float* to, vf4 x) { memcpy(to, &x, sizeof x); }
+MK_INLINE void store_block(bfloat16* to, vf4 x) {
+    for (int i = 0; i < 4; i++) to[i] = x[i];
+}
+
+// What multiplies x, y and z of a quaternion in its conjugate's product with v.
+MK_INLINE vf4 beside_x(vf4 v) { return vf4{1, -1, 1, -1} * __builtin_shufflevector(v, v, 1, 0, 3, 2); }
+MK_INLINE vf4 beside_y(vf4 v) { return vf4{1, -1, -1, 1} * __builtin_shufflevector(v, v, 2, 3, 0, 1); }
+MK_INLINE vf4 beside_z(vf4 v) { return vf4{1, 1, -1, -1} * __builtin_shufflevector(v, v, 3, 2, 1, 0); }
+// conj(q) v, and q v.
+MK_INLINE vf4 turned_by(const float* q, vf4 v) {
+    return q[0] * v + q[1] * beside_x(v) + q[2] * beside_y(v) + q[3] * beside_z(v);
+}
+MK_INLINE vf4 turned_back_by(const float* q, vf4 v) {
+    return q[0] * v - q[1] * beside_x(v) - q[2] * beside_y(v) - q[3] * beside_z(v);
+}
 
 // out[state] = conj(q) (normed + bias) in each of the first `blocks`, normed + bias in the others.
+template <class Number>
 static void turn_blocks(
-    int64_t state, int64_t blocks, const float* q, const float* normed, const float* bias, float* out) {
-    const vf4 of_x = {1, -1, 1, -1}, of_y = {1, -1, -1, 1}, of_z = {1, 1, -1, -1};
-    for (int64_t at = 0; at < 4 * blocks; at += 4) {
-        const vf4 v = load_block(normed + at) + load_block(bias + at);
-        vf4 turned = q[at] * v;
-        turned += (q[at + 1] * of_x) * __builtin_shufflevector(v, v, 1, 0, 3, 2);
-        turned += (q[at + 2] * of_y) * __builtin_shufflevector(v, v, 2, 3, 0, 1);
-        turned += (q[at + 3] * of_z) * __builtin_shufflevector(v, v, 3, 2, 1, 0);
-        memcpy(out + at, &turned, sizeof turned);
-    }
+    int64_t state, int64_t blocks, const float* q, const float* normed, const float* bias, Number* out) {
+    for (int64_t at = 0; at < 4 * blocks; at += 4)
+        store_block(out + at, turned_by(q + at, load_block(normed + at) + load_block(bias + at)));
     const int64_t still = 4 * blocks;
     each_vector(state - still, MK_BODY(int64_t i, int64_t lanes) {
         store_part(out + still + i, load_part(normed + still + i, lanes) + load_part(bias + still + i, lanes), lanes);
