@@ -4,6 +4,7 @@ python -m benchmarks.products                     prompts and decoding of a 130M
 python -m benchmarks.products --family mamba1     another family
 python -m benchmarks.products --what memory       peak memory of loading and decoding, each in a process of its own
 python -m benchmarks.products --what decoding --batches 1 --formats int8    some cells, beside those of float32
+MAMBAKIT_ISA=avx2 python -m benchmarks.products --what prompts --layers 4    a processor with less, and fewer layers
 python -m benchmarks.products --what joined       the tables of all cells that were measured so far
 
 Every run replaces the cells that it measures in one file, so that a table may be made in pieces. Figures are medians,
@@ -35,6 +36,7 @@ from benchmarks.measure import (
     write_json,
 )
 from mambakit import LanguageModel, ModelConfig, load_model, quantize, save_model
+from mambakit.kernels.cpu.library import processor
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -50,7 +52,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 SHORT = ("float32", "bfloat16", "int8", "int4")
 PROMPTS, BATCHES = (512, 2048), (1, 8, 16, 32, 64)
-KEYS = ("family", "threads", "what", "size", "format")
+KEYS = ("family", "layers", "processor", "threads", "what", "size", "format")
 """What tells a cell from others."""
 
 Cell = dict[str, Any]
@@ -71,19 +73,23 @@ def states_of(format: str) -> str:
     return "bfloat16" if "states" in format else "float32"
 
 
-def make_model(family: str, format: str, folder: Path | None) -> LanguageModel:
-    """One of the 130M shapes; from `folder` if it was kept there."""
+def make_model(family: str, layers: int, format: str, folder: Path | None) -> LanguageModel:
+    """With 24 layers one of the 130M shapes; from `folder` if it was kept there."""
+    kept = None if folder is None else place(folder, family, layers, format)
     format = format.partition(", states")[0]
-    kept = None if folder is None else folder / f"{family}-{format}"
     if kept is not None and kept.is_dir():
         return load_model(kept)
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(block=BLOCKS[family], n_layer=24, vocab_size=VOCABULARY)).eval()
+    model = LanguageModel(ModelConfig(block=BLOCKS[family], n_layer=layers, vocab_size=VOCABULARY)).eval()
     if FORMATS[format]:
         model = quantize(model, **FORMATS[format], in_place=True)
     if kept is not None:
         save_model(model, kept)
     return model
+
+
+def place(folder: Path, family: str, layers: int, format: str) -> Path:
+    return folder / f"{family}-{layers}-{format.partition(', states')[0]}"
 
 
 def with_machine(tasks: dict[Any, Callable[[], Any]], repeats: int) -> tuple[dict[Any, float], dict[str, float]]:
@@ -143,12 +149,12 @@ def peak_of(folder: str) -> None:
     print(started, peak_resident_bytes(), resident_bytes())
 
 
-def measure_memory(family: str, formats: Iterable[str], threads: int, folder: Path) -> list[Cell]:
+def measure_memory(family: str, layers: int, formats: Iterable[str], threads: int, folder: Path) -> list[Cell]:
     cells = []
     for name in formats:
-        kept = folder / f"{family}-{name}"
+        kept = place(folder, family, layers, name)
         if not kept.is_dir():
-            make_model(family, name, folder)
+            make_model(family, layers, name, folder)
         command = [sys.executable, "-m", "benchmarks.products", "--threads", str(threads), "--peak-of", str(kept)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         started, peak, after = map(int, done.stdout.split())
@@ -202,17 +208,19 @@ def show_memory(cells: list[Cell]) -> None:
 
 
 def show(cells: list[Cell]) -> None:
-    for family, threads in dict.fromkeys((cell["family"], cell["threads"]) for cell in cells):
-        print(f"\n{family}, {threads} thread{'s' if threads > 1 else ''}")
+    for model in dict.fromkeys(tuple(cell[key] for key in KEYS[:4]) for cell in cells):
+        family, layers, isa, threads = model
+        print(f"\n{family}, {layers} layers, {isa}, {threads} thread{'s' if threads > 1 else ''}")
         for what, tell in (("prompts", show_prompts), ("decoding", show_decoding), ("memory", show_memory)):
-            own = [c for c in cells if (c["family"], c["threads"], c["what"]) == (family, threads, what)]
+            own = [c for c in cells if tuple(c[key] for key in KEYS[:5]) == (*model, what)]
             if own:
                 tell(own)
 
 
 def measured_before() -> list[Cell]:
     file = RESULTS / "products.json"
-    return json.loads(file.read_text())["cells"] if file.is_file() else []
+    cells = json.loads(file.read_text())["cells"] if file.is_file() else []
+    return [cell for cell in cells if {*KEYS} <= {*cell}]
 
 
 def joined(before: list[Cell], new: list[Cell]) -> list[Cell]:
@@ -230,6 +238,7 @@ def main() -> None:
     words = ("prompts", "decoding", "memory", "joined")
     parser.add_argument("--what", choices=words, nargs="+", default=["prompts", "decoding"])
     parser.add_argument("--family", choices=BLOCKS, default="mamba2")
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(SHORT), help="beside float32")
     parser.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS), help="their lengths")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="rows that are decoded")
@@ -246,7 +255,7 @@ def main() -> None:
         return
     formats, new = list(dict.fromkeys(["float32", *arguments.formats])), []
     if {"prompts", "decoding"} & {*arguments.what}:
-        models = {name: make_model(arguments.family, name, arguments.keep) for name in formats}
+        models = {name: make_model(arguments.family, arguments.layers, name, arguments.keep) for name in formats}
         for tokens in arguments.prompts if "prompts" in arguments.what else ():
             new += measure_prompt(models, tokens, arguments.repeats)
         if "decoding" in arguments.what:
@@ -254,9 +263,10 @@ def main() -> None:
     if "memory" in arguments.what:
         with tempfile.TemporaryDirectory() as own:
             folder = arguments.keep or Path(own)
-            new += measure_memory(arguments.family, arguments.formats, arguments.threads, folder)
+            new += measure_memory(arguments.family, arguments.layers, arguments.formats, arguments.threads, folder)
+    own = {key: getattr(arguments, key) for key in ("family", "layers", "threads")}
     for cell in new:
-        cell |= {"family": arguments.family, "threads": arguments.threads}
+        cell |= own | {"processor": " ".join(processor())}
     cells = joined(measured_before(), new)
     show(cells if "joined" in arguments.what else joined([], new))
     print(f"\nwritten to {write_json('products', {'cells': cells}).name}")

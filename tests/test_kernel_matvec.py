@@ -1,5 +1,6 @@
 """The products in every weight format: against float64 and exact sums, in every instruction set, whatever the batch."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -101,10 +102,10 @@ def test_products_with_many_rows(name):
     """As many as prompts have. Sums of integers are to the last digit those of each row alone."""
     with torch.no_grad(), use_backend("cpu"):
         for rows, columns in ((39, 100), (18, 257)):
-            weights, x = FORMATS[name](make_linear(rows, columns)), torch.randn(530, columns)
+            weights, x = FORMATS[name](make_linear(rows, columns)), torch.randn(1060, columns)
             together = matvec.multiply(x, weights)
             assert error(together, product(x, weights), floor=1e-3) < 1e-6
-            for first, last in ((0, 1), (255, 258), (17, 90), (511, 530)):
+            for first, last in ((0, 1), (255, 258), (17, 90), (1011, 1060)):
                 alone = matvec.multiply(x[first:last], weights)
                 assert error(alone, together[first:last], floor=1e-3) < (1e-6 if name == "bfloat16-narrow" else 1e-30)
 
@@ -117,9 +118,9 @@ def test_sums_of_integers_are_exact(name):
         linear.weight.fill_(1.0)
         linear.weight[1::2] *= -1
         weights, signs = FORMATS[name](linear), torch.tensor([1.0, -1.0]).repeat(350)
-        for x in (torch.ones(700), -torch.ones(700), signs, -signs):
-            got = matvec.multiply(x.expand(5, -1), weights)
-            assert torch.equal(got, (x.sum() * linear.weight[:, 0]).expand(5, -1))
+        for x, rows in itertools.product((torch.ones(700), -torch.ones(700), signs, -signs), (5, 60)):
+            got = matvec.multiply(x.expand(rows, -1), weights)
+            assert torch.equal(got, (x.sum() * linear.weight[:, 0]).expand(rows, -1))
 
 
 @pytest.mark.parametrize("name", NARROW)

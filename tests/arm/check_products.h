@@ -104,7 +104,9 @@ static Doubles product(const Stored& by, const Doubles& x) {
 static void check_products(Draw& draw) {
     const char* names[] = {"float32", "bfloat16", "int8", "nf4", "bfloat16 x bfloat16", "int8 x int8", "int4 x int8"};
     for (int64_t format = FLOAT32; format <= INT4_NARROW; format++) {
-        const int64_t rows = draw.whole(1, 40), columns = draw.whole(1, 200), batch = draw.whole(1, 20);
+        const int64_t rows = draw.whole(1, 40), columns = draw.whole(1, 200);
+        // Those of a step, or of a prompt, which narrow formats take another way.
+        const int64_t batch = draw.chance(0.25) ? draw.whole(48, 100) : draw.whole(1, 20);
         const Stored by = draw_matrix(draw, format, rows, columns, draw.chance(0.5));
         Floats x = draw.floats(batch * columns), y(batch * rows);
         Matvec call = {};

@@ -21,20 +21,19 @@ def about() -> dict[str, Any]:
 
 
 def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Rounded rows without the instructions for them: many of them are faster in torch's float32 products."""
+    """Many rounded rows on an Arm processor without the instructions for them: torch may know faster float32 products."""
     if operation != "few_rows":
         return None
     # Here, because operations import kernels.
     from mambakit.ops.few_rows import MAX_ROWS
 
     instruction_set, extension = processor()
-    if instruction_set == "avx512" or extension == "bf16":
+    if instruction_set != "neon" or extension == "bf16":
         return None
     x, weight = tensors[:2]
     assert x is not None, "it is what is multiplied"
     assert weight is not None, "it is what it is multiplied with"
-    narrow = instruction_set == "avx2" or extension != "none"
-    if x.numel() <= MAX_ROWS * x.shape[-1] or (narrow and weight.dtype != torch.bfloat16):
+    if x.numel() <= MAX_ROWS * x.shape[-1] or (extension != "none" and weight.dtype != torch.bfloat16):
         return None
     return "without instructions for such numbers, torch's products of many rows are faster"
 

@@ -5,13 +5,60 @@
 #pragma once
 
 #include "narrow_product.h"
+#include "small_gemm.h"
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace MK_ISA {
 
 // Rows of x from which turning pays.
 constexpr int64_t MANY_ROWS = 48;
-// Rows of x that meet two panels at a time: as many as there are registers for sums.
-constexpr int PANEL_INPUTS = W == 16 ? 12 : 4;
+// Rows of x that meet two panels at a time: as many as there are registers for sums. The rest goes by thirds, then singly.
+#if defined(MK_NEON)
+constexpr int PANEL_INPUTS = 12;
+#else
+constexpr int PANEL_INPUTS = W == 16 ? 12 : 6;
+#endif
+constexpr int PANEL_REST = PANEL_INPUTS / 3;
+// Rows of x that are widened at a time, where they are.
+constexpr int64_t WIDENED_ROWS = 1024;
+
+// For a processor without products of int8 or bfloat16: products of 16 bits, two in each lane, and of floats, which every
+// one has. Weights are widened as they are turned and rows of x once for all panels, so that nothing but the product is
+// left inside. `widened`: half a vector of narrow numbers as a whole one.
+struct Int16Dot {
+    typedef vi Sum;
+    static constexpr int32_t OFFSET = 0;
+    MK_INLINE vi widened(const void* from) {
+        typedef int8_t Narrow __attribute__((vector_size(4 * MK_WIDTH / 2)));
+        typedef int16_t Wide __attribute__((vector_size(4 * MK_WIDTH)));
+        Narrow x;
+        memcpy(&x, from, sizeof x);
+        return (vi)__builtin_convertvector(x, Wide);
+    }
+    MK_INLINE vi add(vi sum, vi w, vi x) {
+#if MK_WIDTH == 16
+        return sum + (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif MK_WIDTH == 8
+        return sum + (vi)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__SSE2__)
+        return sum + (vi)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#else
+        return sum + (w << 16 >> 16) * (x << 16 >> 16) + (w >> 16) * (x >> 16);
+#endif
+    }
+};
+
+struct FloatDot {
+    typedef vf Sum;
+    static constexpr int32_t OFFSET = 0;
+    MK_INLINE vi widened(const void* from) { return (vi)Bfloat16Weights::get((const char*)from); }
+    MK_INLINE vf add(vf sum, vi w, vi x) { return sum + (vf)w * (vf)x; }
+};
+
+template <class Dot>
+constexpr bool IS_WIDE = __is_same(Dot, Int16Dot) || __is_same(Dot, FloatDot);
 
 // to[c][r] = from[r][c], W by W.
 #if MK_WIDTH == 16
@@ -45,8 +92,10 @@ MK_INLINE void turn(const vi (&from)[W], vi* to) {
 }
 #else
 MK_INLINE void turn(const vi (&from)[W], vi* to) {
-    for (int r = 0; r < W; r++)
-        for (int c = 0; c < W; c++) to[c][r] = from[r][c];
+    vf block[MK_WIDTH];
+    for (int r = 0; r < W; r++) block[r] = (vf)from[r];
+    transpose_block(block);
+    for (int c = 0; c < W; c++) to[c] = (vi)block[c];
 }
 #endif
 
@@ -64,10 +113,42 @@ static void make_panel(const Matrix& m, int64_t row, int64_t count, vi* panel) {
             } else {
                 rows[r] = at + VECTOR <= bytes ? load_bytes(own + at) : load_some_bytes(own + at, bytes - at);
             }
-            rows[r] = Dot::weights(rows[r]);
+            if constexpr (!IS_WIDE<Dot>) rows[r] = Dot::weights(rows[r]);
         }
-        turn(rows, panel);
-        panel += W;
+        if constexpr (IS_WIDE<Dot>) {
+            for (int64_t half = 0; half < 2; half++, panel += W) {
+                vi wide[W];
+                for (int64_t r = 0; r < W; r++) wide[r] = Dot::widened((const char*)&rows[r] + half * VECTOR / 2);
+                turn(wide, panel);
+            }
+        } else {
+            turn(rows, panel);
+            panel += W;
+        }
+    }
+}
+
+// Rows of x as panels meet them: what they are to be scaled by, and their numbers.
+struct PanelRows {
+    const NarrowRow* rows;
+    const char* numbers;
+    int64_t pitch;
+};
+
+template <class Dot>
+static PanelRows panel_rows(const Matrix& m, const NarrowRow* x, int64_t count) {
+    if constexpr (IS_WIDE<Dot>) {
+        // A line more: rows whose distance is a power of two would get in each other's way in the cache.
+        const int64_t bytes = narrow_bytes(m), pitch = 2 * bytes + LINE;
+        char* wide = (char*)scratch<PRODUCT_WIDENED>(count * pitch / (int64_t)sizeof(float));
+        for (int64_t b = 0; b < count; b++)
+            for (int64_t at = 0; at < bytes; at += VECTOR / 2) {
+                const vi part = Dot::widened(narrow_at(m, x, b)->data + at);
+                memcpy(wide + b * pitch + 2 * at, &part, sizeof part);
+            }
+        return {x, wide, pitch};
+    } else {
+        return {x, x->data, narrow_pitch(m)};
     }
 }
 
@@ -91,11 +172,11 @@ MK_INLINE void put_panel(
 // B rows of x from `b` on with two panels, of rows [row, row + count).
 template <class Dot, int B>
 static void panel_block(
-    const Matrix& m, const vi* panel, int64_t steps, int64_t row, int64_t count, const NarrowRow* x, int64_t b,
+    const Matrix& m, const vi* panel, int64_t steps, int64_t row, int64_t count, const PanelRows& x, int64_t b,
     const Results& to) {
-    const int64_t pitch = narrow_pitch(m);
+    const int64_t pitch = x.pitch;
     const char* rows[ceil_div(B, 4)];
-    for (int q = 0; q < ceil_div(B, 4); q++) rows[q] = narrow_at(m, x, b + 4 * q)->data;
+    for (int q = 0; q < ceil_div(B, 4); q++) rows[q] = x.numbers + (b + 4 * q) * pitch;
     typename Dot::Sum sums[B][2] = {};
     for (int64_t step = 0; step < steps; step++) {
         const vi first = panel[step], second = panel[steps + step];
@@ -110,7 +191,7 @@ static void panel_block(
     }
 #pragma GCC unroll 16
     for (int i = 0; i < B; i++) {
-        const NarrowRow& own = *narrow_at(m, x, b + i);
+        const NarrowRow& own = *narrow_at(m, x.rows, b + i);
         put_panel<Dot>(sums[i][0], m, row, least(count, W), own, to, b + i);
         if (count > W) put_panel<Dot>(sums[i][1], m, row + W, count - W, own, to, b + i);
     }
@@ -120,7 +201,8 @@ static void panel_block(
 template <class Dot>
 static void multiply_panels(
     const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to) {
-    const int64_t steps = round_up(stored_bytes(m), VECTOR) / 4;
+    const int64_t steps = round_up(stored_bytes(m), VECTOR) / (IS_WIDE<Dot> ? 2 : 4);
+    const PanelRows rows = panel_rows<Dot>(m, x, batch);
     vi* panel = (vi*)scratch<PRODUCT_DECODED>(2 * steps * W);
     for (int64_t row = begin; row < end; row += 2 * W) {
         const int64_t count = least(2 * W, end - row);
@@ -129,8 +211,10 @@ static void multiply_panels(
         else clear(panel + steps, steps);
         int64_t b = 0;
         for (; b + PANEL_INPUTS <= batch; b += PANEL_INPUTS)
-            panel_block<Dot, PANEL_INPUTS>(m, panel, steps, row, count, x, b, to);
-        for (; b < batch; b++) panel_block<Dot, 1>(m, panel, steps, row, count, x, b, to);
+            panel_block<Dot, PANEL_INPUTS>(m, panel, steps, row, count, rows, b, to);
+        for (; b + PANEL_REST <= batch; b += PANEL_REST)
+            panel_block<Dot, PANEL_REST>(m, panel, steps, row, count, rows, b, to);
+        for (; b < batch; b++) panel_block<Dot, 1>(m, panel, steps, row, count, rows, b, to);
     }
 }
 
@@ -138,9 +222,17 @@ static void multiply_panels(
 static void multiply_many(
     const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to, bool any_order) {
     if (begin >= end) return;
-    if (W == 4 || batch < MANY_ROWS || (m.format == BFLOAT16_NARROW && !any_order))
-        return multiply_narrow(m, begin, end, x, batch, to);
-    by_best_dot(m, MK_BODY(auto dot) { multiply_panels<decltype(dot)>(m, begin, end, x, batch, to); });
+    const bool bfloat16 = m.format == BFLOAT16_NARROW;
+    if (batch < MANY_ROWS || (bfloat16 && !any_order)) return multiply_narrow(m, begin, end, x, batch, to);
+    if (mk_extension_in_use >= (bfloat16 ? MK_BF16 : MK_VNNI))
+        return by_best_dot(m, MK_BODY(auto dot) { multiply_panels<decltype(dot)>(m, begin, end, x, batch, to); });
+    for (int64_t first = 0; first < batch; first += WIDENED_ROWS) {
+        const NarrowRow* rows = narrow_at(m, x, first);
+        const int64_t count = least(batch - first, WIDENED_ROWS);
+        const Results part = {to.y + first * to.stride, to.stride, to.add, to.scale};
+        if (bfloat16) multiply_panels<FloatDot>(m, begin, end, rows, count, part);
+        else multiply_panels<Int16Dot>(m, begin, end, rows, count, part);
+    }
 }
 
 }  // namespace MK_ISA

@@ -68,6 +68,7 @@ enum Slot {
     PRODUCT_SCALES,
     PRODUCT_NARROW,
     PRODUCT_DECODED,
+    PRODUCT_WIDENED,
     PRODUCT_SHARED,  // the calling thread's
     STEP_ROWS,   // the calling thread's
     STEP_FRESH,  // the calling thread's
