@@ -30,9 +30,11 @@ class Cost(NamedTuple):
     """Of a rank."""
     flops: float
     boundary: float
-    """Bytes that a rank sends across its ends in a forward pass, in all layers."""
+    """Bytes that a rank tells the others in a forward pass, in all layers."""
+    received: float
+    """Bytes of the others' that it gets: an all-gather gives everyone everything."""
     keys: float
-    """What it would send of keys and values, if the blocks were attention of the same width."""
+    """What it would get of keys and values, if the blocks were attention of the same width."""
     sums: float
     """Bytes of outputs that are summed over the ranks that share heads, in a forward pass."""
     gathered: float
@@ -57,7 +59,8 @@ def cost(config: Any, tokens: int, context: int, tensor: int) -> Cost:
     return Cost(
         *(context, tensor, own, flops),
         boundary=LAYERS * WIDE * sent(block) if context > 1 else 0,
-        keys=LAYERS * NARROW * 2 * own * config.d_model / tensor if context > 1 else 0,
+        received=LAYERS * WIDE * sent(block) * (context - 1),
+        keys=LAYERS * NARROW * 2 * own * config.d_model / tensor * (context - 1),
         sums=(LAYERS + 1) * NARROW * own * config.d_model if tensor > 1 else 0,
         gathered=NARROW * parameters * (context - 1) / context,
         weights=4 * WIDE * parameters / context,
@@ -75,17 +78,17 @@ def sent(block: Any) -> int:
 
 def table(config: Any, ranks: int, tokens: int) -> str:
     lines = [
-        "| context x tensor | tokens | TFLOPs | boundary, MB | (keys and values, MB) | sums, GB | gathered, GB "
-        "| weights and AdamW, GB | layers' inputs, GB |",
-        "| --- " * 9 + "|",
+        "| context x tensor | tokens | TFLOPs | boundary: sent, MB | received, GB | (keys and values, GB) | sums, GB "
+        "| gathered, GB | weights and AdamW, GB | layers' inputs, GB |",
+        "| --- " * 10 + "|",
     ]
     for tensor in (1, 2, 4, 8):
         if ranks % tensor == 0:
             one = cost(config, tokens, ranks // tensor, tensor)
             lines.append(
                 f"| {one.context} x {tensor} | {one.tokens:,} | {one.flops / 1e12:,.0f} | {one.boundary / 1e6:,.0f} "
-                f"| {one.keys / 1e6:,.0f} | {one.sums / GIGA:.1f} | {one.gathered / GIGA:.1f} "
-                f"| {one.weights / GIGA:.1f} | {one.inputs / GIGA:.1f} |"
+                f"| {one.received / GIGA:.1f} | {one.keys / GIGA:,.0f} | {one.sums / GIGA:.1f} "
+                f"| {one.gathered / GIGA:.1f} | {one.weights / GIGA:.1f} | {one.inputs / GIGA:.1f} |"
             )
     return "\n".join(lines)
 

@@ -1,10 +1,13 @@
 """Heads and vocabulary divided among ranks: outputs, caches, losses and gradients are those of one rank."""
 
 import copy
+import functools
 import itertools
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +16,8 @@ from torch.distributed.tensor import DTensor
 import mambakit as mk
 from mambakit.blocks.moe import balance_loss
 from ranks import LENGTH, TIGHT, close, leaves, on_ranks, options, positions, random, seeded
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
 
 D = 8
 
@@ -87,40 +92,86 @@ def start(stack, name, rows):
     return tuple(part.with_pathway("double") for part in stack.fresh_cache(rows)) if "double" in name else None
 
 
-def compare(name, kind, mesh, *, dtype=torch.float64, tolerance=TIGHT, change=lambda stack: None):
-    """A stack called twice, the second time with the cache of the first, and gradients through both calls."""
-    what = f"{name}, {kind or 'plain'}"
-    whole = made(name, dtype)
-    change(whole)
-    split = mk.parallel.tensor_parallel(copy.deepcopy(whole), mesh)
+def run_twice(stack, name, kind, dtype):
+    """The second time with the cache of the first, and gradients through both calls: of the input, outputs, cache."""
     batch, given = (1 if "packed" in kind else 2), options(kind)
     rows = len(given["cu_seqlens"]) - 1 if "packed" in kind else batch
-    weight = random(batch, LENGTH, D, key=(2,), dtype=dtype)
-    results = []
-    for stack in (whole, split):
-        x = random(batch, LENGTH, D, key=(1,), dtype=dtype).requires_grad_()
-        y, cache = stack(x, start(stack, name, rows), **given)
-        y, cache = stack(y, cache, **given)
-        (y * weight).sum().backward()
-        results.append((x.grad, y, cache))
-    (d_x, y, cache), (d_x_own, y_own, cache_own) = results
+    x, weight = (random(batch, LENGTH, D, key=(key,), dtype=dtype) for key in (1, 2))
+    y, carried = stack(x.requires_grad_(), start(stack, name, rows), **given)
+    y, carried = stack(y, carried, **given)
+    (y * weight).sum().backward()
+    return x.grad, y.detach(), carried
+
+
+@functools.cache
+def expected(name, kind, dtype=torch.float64):
+    """A stack with its gradients, and what one rank gives."""
+    stack = made(name, dtype)
+    return stack, *run_twice(stack, name, kind, dtype)
+
+
+def compare(name, kind, mesh, *, dtype=torch.float64, tolerance=TIGHT, change=lambda stack: None):
+    what = f"{name}, {kind or 'plain'}"
+    whole, d_x, y, carried = expected(name, kind, dtype)
+    split = mk.parallel.tensor_parallel(made(name, dtype), mesh)
+    change(split)
+    d_x_own, y_own, own = run_twice(split, name, kind, dtype)
     close(f"{what}: outputs", y_own, y, tolerance)
     close(f"{what}: gradient of x", d_x_own, d_x, tolerance)
-    joined, cut = mk.parallel.whole_cache(split, cache_own), mk.parallel.share_of_cache(split, cache)
-    for i, (got, one) in enumerate(zip(leaves([joined, cut]), leaves([cache, cache_own]), strict=True)):
+    joined, cut = mk.parallel.whole_cache(split, own), mk.parallel.share_of_cache(split, carried)
+    for i, (got, one) in enumerate(zip(leaves([joined, cut]), leaves([carried, own]), strict=True)):
         close(f"{what}: cache {i}", got, one, tolerance)
-    for got, one in zip(positions(cache_own), positions(cache), strict=True):
+    for got, one in zip(positions(own), positions(carried), strict=True):
         assert got.tolist() == one.tolist(), what
     check_gradients(what, split, whole, tolerance)
 
 
-def every_family(mesh):
+def cases(ranks):
     kinds = itertools.cycle(("", "reset", "mask", "mask and reset", "packed", "packed with mask and reset"))
     for name in STACKS:
-        if name == "mamba2, 3 groups" and mesh.size() == 4:
+        if name == "mamba2, 3 groups" and ranks == 4:
             continue
         for _ in range(2):
-            compare(name, next(kinds), mesh)
+            yield name, next(kinds)
+
+
+def before(ranks):
+    """What one rank gives is computed once, and not by every rank."""
+    for name, kind in cases(ranks):
+        expected(name, kind)
+
+
+def every_family(mesh):
+    for name, kind in cases(mesh.size()):
+        compare(name, kind, mesh)
+
+
+def one_sum_for_two(mesh):
+    """Blocks side by side add up what they have before the ranks do: in either pass one sum more than one block has."""
+    counted, inner = [], dist.all_reduce
+
+    def count(tensor, *args, **named):
+        counted.append(tensor.numel())
+        return inner(tensor, *args, **named)
+
+    x = random(2, LENGTH, D, key=(1,)).requires_grad_()
+    side_by_side = mk.ParallelConfig(PLAIN_MLP, mk.ParallelConfig(PLAIN_MLP, PLAIN_MLP, out_scale=3.0), in_scale=2.0)
+    for config in (PLAIN_MLP, side_by_side):
+        torch.manual_seed(0)
+        whole = mk.Layer(config, dtype=torch.float64)
+        split = mk.parallel.tensor_parallel(copy.deepcopy(whole), mesh)
+        wanted, _ = whole(x)
+        dist.all_reduce = count
+        try:
+            y, _ = split(x)
+            y.square().sum().backward()
+        finally:
+            dist.all_reduce = inner
+        close("outputs", y, wanted)
+        wanted.square().sum().backward()
+        check_gradients("side by side", split, whole)
+        assert counted == [x.numel()] * 2, counted
+        counted.clear()
 
 
 def other_stacks(mesh):
@@ -320,6 +371,7 @@ def test_ranks(ranks, tmp_path):
         ranks,
         tmp_path,
         every_family,
+        one_sum_for_two,
         other_stacks,
         of_tokens,
         computed_again,

@@ -25,11 +25,12 @@ os.environ["OMP_WAIT_POLICY"] = (
 import torch
 
 import mambakit as mk
-from forked_runs import end_after, forked, outcome
+from forked_runs import end_after
 from mambakit.cli.main import main
 from mambakit.cli.run_options import holds_run
 from mambakit.training.run import LOG, read_log
 from mambakit.training.run_checkpoints import RunCheckpoints
+from ranks import forked, outcome
 from trainer_cases import make_documents
 
 STEPS = 24

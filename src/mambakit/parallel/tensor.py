@@ -13,6 +13,7 @@ from mambakit.blocks.block import Block
 from mambakit.blocks.family import family_of
 from mambakit.blocks.modules import CausalConv1d, GatedRMSNorm, Linear, RMSNorm, is_plain
 from mambakit.blocks.moe import Router
+from mambakit.blocks.parallel import Parallel
 from mambakit.blocks.shares import Part, Parts, Shares, Split, run
 from mambakit.models.language_model import LanguageModel
 from mambakit.ops.team import Team, sum_out
@@ -50,22 +51,31 @@ def tensor_parallel(model: Model, mesh: Any) -> Model:
     check_kind("model", model, nn.Module, "a model")
     group = group_of(mesh)
     team = Team(group, dist.get_rank(group), dist.get_world_size(group))
-    if any(isinstance(hook, Lane) for module in model.modules() for hook in hooks_of(module)):
-        raise ValueError(f"this {type(model).__name__} is tensor parallel already")
     # All of it is asked before any of it is done.
-    plans = list(plans_of(model, team))
-    if not plans:
-        raise ValueError(f"a {type(model).__name__} has no block whose width could be divided")
+    plans = checked_plans(model, team)
     with_words = [module for module in model.modules() if isinstance(module, LanguageModel)]
-    for language_model in with_words:
-        if problem := why_no_vocabulary(language_model, team):
-            raise ValueError(problem)
+    together = {inner for outer in side_by_side(model) for inner in outer.modules()}
     for block, plan in plans:
-        Lane(block, plan, mesh, team)
+        Lane(block, plan, mesh, team, sums=block not in together)
+    for outer in side_by_side(model):
+        Sides(outer, team)
     for language_model in with_words:
         rows = run(language_model.config.padded_vocab_size)
         divide_vocabulary(language_model, team, partial(divided, split=rows, mesh=mesh, team=team))
     return model
+
+
+def checked_plans(model: nn.Module, team: Team) -> list[tuple[Block, Shares]]:
+    """How each block is divided; ValueError if something in the model cannot be."""
+    if any(isinstance(hook, Lane) for module in model.modules() for hook in hooks_of(module)):
+        raise ValueError(f"this {type(model).__name__} is tensor parallel already")
+    plans = list(plans_of(model, team))
+    if not plans:
+        raise ValueError(f"a {type(model).__name__} has no block whose width could be divided")
+    for module in model.modules():
+        if isinstance(module, LanguageModel) and (problem := why_no_vocabulary(module, team)):
+            raise ValueError(problem)
+    return plans
 
 
 def plans_of(module: nn.Module, team: Team) -> Iterator[tuple[Block, Shares]]:
@@ -81,6 +91,15 @@ def plans_of(module: nn.Module, team: Team) -> Iterator[tuple[Block, Shares]]:
             raise ValueError(f"{type(module).__name__} does not say how its width is divided among ranks")
     for inner in module.children():
         yield from plans_of(inner, team)
+
+
+def side_by_side(module: nn.Module) -> Iterator[Parallel]:
+    """The outermost blocks that consist of blocks, whose outputs are added up anyway."""
+    if isinstance(module, Parallel):
+        yield module
+        return
+    for inner in module.children():
+        yield from side_by_side(inner)
 
 
 def check_modules(block: Block) -> None:
@@ -104,8 +123,9 @@ def lane_of(block: nn.Module) -> "Lane | None":
 class Lane:
     """A rank's share of a block: between calls its parameters are divided, in a call it is a block with fewer heads."""
 
-    def __init__(self, block: Block, plan: Shares, mesh: Any, team: Team):
-        self.team, self.once = team, plan.once
+    def __init__(self, block: Block, plan: Shares, mesh: Any, team: Team, sums: bool):
+        self.team, self.once, self.sums = team, plan.once, sums
+        """`sums`: inputs' gradients and outputs, which what is around it does otherwise."""
         plan_of, config = family_of(block).shares, block.config
         assert plan_of is not None
         self.caches = [plan_of(config, team._replace(rank=rank)).cache for rank in range(team.size)]
@@ -149,18 +169,9 @@ class Lane:
     def begin(self, block: Block, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         common, found = [], {}
         if torch.is_grad_enabled():
-            x_bsd = args[0] if args else named.get("x_bsd")
             ours = [p for p in block.parameters() if p.requires_grad and not is_divided(p)]
             found = {id(parameter): at for at, parameter in enumerate(ours)}
-            flows = isinstance(x_bsd, Tensor) and x_bsd.requires_grad
-            # The input last.
-            given = (*ours, x_bsd) if flows else (*ours,)
-            if given:
-                common = list(Summed.apply(self.team.group, *given))  # type: ignore[arg-type]
-            if flows and args:
-                args = (common[-1], *args[1:])
-            elif flows:
-                named = {**named, "x_bsd": common[-1]}
+            common, args, named = summed(self.team, ours, args, named, with_input=self.sums)
         for name, tensor in self.local(block, common, found).items():
             owner, attribute = whose(block, name)
             owner.__dict__[attribute] = tensor
@@ -173,8 +184,42 @@ class Lane:
         if output is None:
             # Something was raised.
             return None
+        if not self.sums:
+            return output
         y_bsd, *rest = output
         return (sum_out(y_bsd, self.team), *rest)
+
+
+class Sides:
+    """Blocks side by side, each of them divided: one sum of what they give, and one of their inputs' gradients."""
+
+    def __init__(self, outer: Parallel, team: Team):
+        self.team = team
+        outer.register_forward_pre_hook(self.begin, with_kwargs=True)
+        outer.register_forward_hook(self.end)
+
+    def begin(self, outer: Parallel, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return summed(self.team, [], args, named)[1:] if torch.is_grad_enabled() else (args, named)
+
+    def end(self, outer: Parallel, args: tuple[Any, ...], output: Any) -> Any:
+        y_bsd, *rest = output
+        return (sum_out(y_bsd, self.team), *rest)
+
+
+def summed(
+    team: Team, parameters: list[nn.Parameter], args: tuple[Any, ...], named: dict[str, Any], with_input: bool = True
+) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]]:
+    """Parameters, and arguments whose input, if it is wanted, are the same tensors with gradients summed at once."""
+    x_bsd = args[0] if args else named.get("x_bsd")
+    flows = with_input and isinstance(x_bsd, Tensor) and x_bsd.requires_grad
+    # The input last.
+    given = (*parameters, x_bsd) if flows else (*parameters,)
+    common: list[Any] = list(Summed.apply(team.group, *given)) if given else []  # type: ignore[arg-type]
+    if flows and args:
+        args = (common[-1], *args[1:])
+    elif flows:
+        named = {**named, "x_bsd": common[-1]}
+    return common, args, named
 
 
 def divided(parameter: nn.Parameter, split: Split, mesh: Any, team: Team) -> "nn.Parameter | Parts":
