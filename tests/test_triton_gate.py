@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,20 @@ import torch
 from benchmarks import gpu_tables
 
 from cases import INTERPRETED
-from mambakit.kernels.triton import causal_conv, fused_step, gate, mamba3_prepare, norm, selective_scan, ssd, tiles
+from mambakit.kernels.triton import (
+    causal_conv,
+    fused_step,
+    gate,
+    mamba3_prepare,
+    norm,
+    selective_scan,
+    source,
+    ssd,
+    tiles,
+)
 from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.launch import function, recording
-from mambakit.kernels.triton.shapes import IN_FLOAT32, shapes
-from mambakit.kernels.triton.source import source_hash
+from mambakit.kernels.triton.shapes import HEADS, shapes
 from mambakit.kernels.triton.tiles import TABLE, Tiles
 
 compiles = pytest.mark.skipif(
@@ -30,7 +40,52 @@ CHECKED = [(r["target"], r["shape"], r["dtype"]) for r in ROWS["rows"]] if os.en
 
 
 def test_the_table_is_about_these_kernels():
-    assert ROWS["source"] == source_hash(), "the kernels have changed: make gpu-gate"
+    today = {(shape.name, gate.dtype_of(shape)): gate.about(shape) for shape in gate.all_shapes()}
+    old = {(r["shape"], r["dtype"]) for r in ROWS["rows"] if today.get((r["shape"], r["dtype"])) != r["about"]}
+    assert not old, "the kernels have changed: make gpu-gate"
+
+
+def test_a_row_is_about_its_kernels(monkeypatch, tmp_path):
+    """What has changed is compiled anew, and nothing else; another Triton is another table."""
+    definitions, shape = source.definitions, next(s for s in shapes(torch.float32) if s.name == "finish 64, ranks 4")
+    other = next(s for s in shapes(torch.float32) if s.name == "causal_conv")
+    monkeypatch.setattr(gate, "all_shapes", lambda: iter((shape, other)))
+    table = {"triton": "3", "tiles": {}, "refused": {}, "rows": []}
+    rows = [{"target": "sm_90", "shape": s.name, "dtype": "float32", "about": gate.about(s)} for s in (shape, other)]
+    for row in rows:
+        gate.add(table, row | {"kernels": {}, "reason": "too large"})
+    gate.write_table(table, tmp_path / "table.json")
+    monkeypatch.setattr(gate.importlib.metadata, "version", lambda name: "3")
+    assert gate.read_table(tmp_path / "table.json") == table
+    changed = {"norm": source.definitions("norm") | {"norm.gate_of": ("other", [])}}
+    monkeypatch.setattr(source, "definitions", lambda file: changed.get(file) or definitions(file))
+    monkeypatch.setattr(gate, "kernel_hash", source.kernel_hash.__wrapped__)
+    left = gate.read_table(tmp_path / "table.json")
+    assert [row["shape"] for row in left["rows"]] == ["causal_conv"]
+    assert left["refused"] == {"sm_90": {"causal_conv, float32": "the compile gate refused it: too large"}}
+    monkeypatch.setattr(gate.importlib.metadata, "version", lambda name: "4")
+    assert gate.read_table(tmp_path / "table.json")["rows"] == []
+
+
+@compiles
+def test_a_thread_reads_its_own_states(tmp_path, monkeypatch):
+    """Mamba-1's backward keeps states in memory between two loops; on AMD a barrier does not wait until they are there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shape = next(s for s in shapes(torch.bfloat16) if s.name == "selective_scan 16, backward")
+    code = gate.compile_for("gfx942", shape.launches[-1]).asm["ttgir"]
+    found = re.findall(r"buffer_(store|load) .*%own\S*\].*, (#\w+)>", code)
+    assert [kind for kind, _ in found] == ["store", "load"]
+    assert len({layout for _, layout in found}) == 1
+
+
+@compiles
+def test_float32_is_no_shorter_than_it_says(tmp_path, monkeypatch):
+    """Products are of bfloat16 parts with float32 sums: never of TF32 operands."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shape = next(s for s in shapes(torch.float32) if s.name == "ssd 64x16, ranks 1")
+    call = gate.with_tiles(shape.launches[0], Tiles(16, 32, 32, 4))
+    code = gate.compile_for("sm_80", call).asm["ptx"]
+    assert set(re.findall(r"mma\.sync\S*", code)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 
 
 def test_every_row_fits_or_says_why_not():
@@ -69,7 +124,7 @@ def test_every_kernel_asks_for_what_the_gate_compiled(monkeypatch):
     selective_scan.why_not(bsi, bsi, torch.zeros(4, 16))
     fused_step.why_not(x, "mamba1_step_conv")
     fused_step.why_not_mamba1(torch.zeros(1, 4, 16))
-    for p, r, m in IN_FLOAT32:
+    for p, r, m in HEADS:
         mamba3_prepare.why_not(torch.zeros(1, 1, m, 1, r))
         ssd.why_not(torch.zeros(1, 1, m, 1, p), torch.zeros(1, 1, m, 1, r))
         state = torch.zeros(1, 1, p, r)

@@ -13,14 +13,15 @@ from blocks import make_block, random_cache, tokens
 from cases import INTERPRETED, core_heads, core_inputs, random_segments
 from compare import check, error, gradients, leaves
 from mambakit import SsdPath, ssd
-from mambakit.kernels.triton import norm
+from mambakit.kernels.triton import fused_step, norm, prove
 from mambakit.kernels.triton.launch import launch, recording
 from mambakit.ops.backends import use_backend
 from mambakit.ops.causal_conv import CAUSAL_CONV
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, MAMBA2_STEP, MAMBA3_STEP
+from mambakit.ops.mamba3_prepare import mamba3_prepare
 from mambakit.ops.norm import FINISH, GATE_FIRST, NO_NORM, NORM_FIRST, plain_finish
 from mambakit.ops.operation import Kernel, TorchOperation
-from mambakit.ops.selective_scan import SELECTIVE_SCAN
+from mambakit.ops.selective_scan import SELECTIVE_SCAN, selective_scan
 from mambakit.ops.ssd import SSD
 from oracles.ssd import core
 from test_kernel_step import check_restart, walk, wide
@@ -106,6 +107,64 @@ def test_a_wide_group_in_parts(order, monkeypatch):
             check(1e-4, results[1][1], results[0][1])
 
 
+@pytest.mark.parametrize("block", [8, 2048])
+def test_an_infinity_leaves_its_group_zero(block, monkeypatch):
+    """Of numbers beside it; it is NaN itself, as is a group with a NaN. In one part and in three."""
+    monkeypatch.setattr(norm, "BLOCK", block)
+    y = torch.randn(4, 1, 20)
+    for row, found in enumerate((torch.inf, -torch.inf, torch.nan)):
+        y[row, 0, 12] = found
+    inputs = (y, None, None, None, None, None, None, None, 20, GATE_FIRST, 1e-5)
+    (got,), (want,) = norm.finish(*inputs), plain_finish(*inputs)
+    assert want[0].isnan().sum() == want[1].isnan().sum() == 1
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_an_infinity_in_b_and_c():
+    """What the norm of Mamba-3's vectors makes of it, turned with its partner."""
+    b, weight, bias = torch.randn(1, 3, 1, 1, 8), torch.randn(8), torch.randn(2, 1, 8)
+    b[0, 1, 0, 0, 3], b[0, 2, 0, 0, 3] = torch.inf, torch.nan
+    given = (b, b, weight, weight, bias, bias, torch.randn(1, 3, 2), torch.rand(1, 3, 2))
+    got, want = (mamba3_prepare(*given, backend=backend) for backend in ("triton", "torch"))
+    assert 0 < want[0][:, 1].isnan().sum() < want[0][:, 2].isnan().sum()
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_what_is_no_number_is_not_clamped():
+    """A NaN among step sizes or rates reaches the state: on a GPU the smaller of a number and a NaN is the number."""
+    h, p, r, m = 4, 48, 20, 2
+    x = {name: prove.step_inputs(name) for name in prove.STEPS}
+    x["mamba1_step"][2][1, 3] = torch.nan
+    _, state = fused_step.mamba1_step(*x["mamba1_step"])
+    assert state.isnan().sum() == state[1, 3].isnan().sum() == 16
+    x["mamba2_step"][0][1, 2 * h * p + 2 * r + 3] = torch.nan
+    _, _, state = fused_step.mamba2_step(*x["mamba2_step"])
+    assert state.isnan().sum() == state[1, 3].isnan().sum() == p * r
+    numbers = 2 * h * p + 2 * m * r
+    x["mamba3_step"][0][0, numbers + 1] = x["mamba3_step"][0][1, numbers + h + 2] = torch.nan
+    for heavy in (False, True):
+        x["mamba3_step"][19] = heavy
+        _, state, *_ = fused_step.mamba3_step(*x["mamba3_step"])
+        assert state.isnan().sum() == state[0, 1].isnan().sum() + state[1, 2].isnan().sum() == 2 * p * r
+    dt = torch.randn(1, 3, 2)
+    dt[0, 1, 1] = torch.nan
+    y, last = selective_scan(
+        torch.ones(1, 3, 2),
+        dt,
+        -torch.ones(2, 2),
+        *[torch.ones(1, 3, 1, 2)] * 2,
+        dt_softplus=True,
+        backend="triton",
+    )
+    assert y.isnan().tolist() == [[[False, False], [False, True], [False, True]]]
+    assert last.isnan().tolist() == [[[False, False], [True, True]]]
+
+
+def test_tensors_on_two_devices():
+    with pytest.raises(ValueError, match=r"norm\.finish got tensors on cpu and meta: move them to one device"):
+        launch("norm.finish", 1, torch.zeros(1), 3, torch.zeros(1, device="meta"))
+
+
 def test_more_groups_than_a_launch_takes(monkeypatch):
     rows = torch.randn(5, 12)
     inputs = (
@@ -172,6 +231,16 @@ def test_steps(name, monkeypatch):
         got = walk(block, x_bsd, cache)
     assert (f"{name.split('-')[0]}_step", "triton") in ran
     check(1e-5, got, walk(wide(block), x_bsd.double(), wide(cache)), floor=1e-3)
+
+
+def test_a_state_in_tiles(monkeypatch):
+    """Mamba-3's step goes through a large state in parts: here one of 20 entries in two."""
+    monkeypatch.setattr(fused_step, "TILE", 16)
+    with recording() as log:
+        fused_step.mamba3_step(*prove.step_inputs("mamba3_step"))
+    assert [(call.sizes["R"], call.sizes["BR"]) for call in log] == [(20, 16)]
+    found = prove.measure_step("mamba3_step", torch.device("cpu"))
+    assert found.passed, found
 
 
 @pytest.mark.parametrize("name", ["mamba1", "mamba2-learned", "mamba3-mimo"])

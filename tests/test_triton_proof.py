@@ -1,6 +1,8 @@
 """Proof on the device, in the interpreter: a broken kernel is caught and not used, a verdict outlives nothing."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ def trusted_like_a_gpu(tmp_path, monkeypatch):
     prove.kept_verdict.cache_clear()
     yield
     prove.kept_verdict.cache_clear()
+    prove._found.clear()
 
 
 def break_it(monkeypatch, error: float) -> None:
@@ -50,6 +53,7 @@ def test_a_damaged_verdict_is_found_anew():
     whole = prove.verdict_file(CPU).read_bytes()
     for damaged in (b"", whole[:20], b"[]", b"\xff"):
         prove.verdict_file(CPU).write_bytes(damaged)
+        prove._found.clear()  # as in a process of its own
         prove.kept_verdict.cache_clear()
         (choice,) = explain(causal_conv, *inputs())
         assert choice.ran == "triton"
@@ -91,6 +95,69 @@ def test_a_verdict_is_kept_until_something_changes(monkeypatch):
     monkeypatch.setattr(prove.importlib.metadata, "version", lambda name: "another Triton")
     prove.findings("causal_conv", CPU, torch.float32)
     assert len(measured) == 3
+
+
+def test_ranks_that_prove_at_once(monkeypatch):
+    """They share a file: nobody stumbles over another's draft, and what others have found stays."""
+    ready = threading.Barrier(8)
+
+    def measure(operation, device, dtype):
+        ready.wait()
+        return [prove.Finding(operation, "float32", "a case", 0.0, 1e-5)]
+
+    monkeypatch.setattr(prove, "measure", measure)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            prove.verdict_file(CPU).unlink(missing_ok=True)
+            prove._found.clear()
+            list(pool.map(lambda i: prove.findings(f"operation{i}", CPU, torch.float32), range(8)))
+            assert len(prove.kept(prove.verdict_file(CPU))) == 8
+    assert [file.suffix for file in prove.verdict_file(CPU).parent.iterdir()] == [".json"]
+
+
+def test_a_verdict_that_cannot_be_written(monkeypatch, tmp_path):
+    """Holds for the process; a damaged file is none."""
+    (tmp_path / "mambakit").write_text("no folder")
+    assert prove.verdict("causal_conv", "cpu", torch.float32) is None
+    assert prove.is_known("causal_conv", "cpu", torch.float32)
+    monkeypatch.setattr(prove, "_found", {})
+    assert not prove.is_known("causal_conv", "cpu", torch.float32)
+    (tmp_path / "mambakit").unlink()
+    prove.verdict_file(CPU).parent.mkdir(parents=True)
+    prove.verdict_file(CPU).write_text('{"causal_conv torch.flo')
+    assert not prove.is_known("causal_conv", "cpu", torch.float32)
+
+
+def test_no_memory_is_no_verdict_for_long(monkeypatch):
+    """The next process asks again; so it does not after a kernel that failed, at whichever call the device says so."""
+
+    def fail(*_):
+        raise problem
+
+    monkeypatch.setattr(prove, "relative", fail)
+    for problem, stays in ((torch.OutOfMemoryError("full"), False), (RuntimeError("illegal address"), True)):
+        verdict = prove.verdict("causal_conv", "cpu", torch.float32)
+        assert verdict is not None
+        assert str(problem) in verdict
+        prove.kept_verdict.cache_clear()
+        prove._found.clear()
+        assert prove.is_known("causal_conv", "cpu", torch.float32) is stays
+
+
+def test_a_compiler_waits_for_the_proof():
+    """What nobody has proved is proved while a graph is traced, and the graph has the kernel."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x, weight: causal_conv(x, weight)[0], backend=backend, fullgraph=True)
+    x, weight = inputs()
+    assert torch.equal(compiled(x, weight), causal_conv(x, weight, backend="triton")[0])
+    assert prove.is_known("causal_conv", "cpu", torch.float32)
+    (graph,) = graphs
+    assert [node.args[-1] for node in graph.graph.nodes if "causal_conv" in str(node.target)] == ["triton"]
 
 
 def test_a_captured_graph_uses_what_was_proved_before(monkeypatch):

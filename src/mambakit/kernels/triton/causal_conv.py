@@ -25,11 +25,13 @@ class Inputs:
         others = [None if t is None else t.contiguous() for t in others]
         self.weight, self.bias, self.window, self.segments, self.lengths = others
         (self.b, self.s, self.v), self.k = x_bsv.shape, weight_vk.shape[1]
+        unit = 1 if self.x.stride(0) % 16 or self.x.stride(1) % 16 else 16
         self.sizes = {"V": self.v, "K": self.k, "SILU": silu, "BV": min(max(power_of_two(self.v), 16), CHANNELS)}
+        self.sizes |= {"UNIT": unit}
 
     def run(self, kernel: str, tiles: int, rows: int, start: int, width: int, *more: Tensor | None) -> None:
         shared = (self.x, self.weight, self.bias, self.window, self.segments, *more)
-        numbers = (self.x.stride(0), self.x.stride(1), self.s, tiles, start, width)
+        numbers = (self.x.stride(0) // self.sizes["UNIT"], self.x.stride(1), self.s, tiles, start, width)
         programs = self.b * tiles * parts(width, self.sizes["BV"])
         warps = 8 if kernel.endswith("backward") else 4
         launch(kernel, programs, *shared, *numbers, BT=rows, **self.sizes, warps=warps)

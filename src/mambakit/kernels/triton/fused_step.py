@@ -19,7 +19,9 @@ Inputs = dict[str, Any]
 CHANNELS, ELEMENTS = 128, 1024
 CARRIED = {"window", "state", "k_state", "v_state", "angle"}
 STATE = 1 << 15
-"""Most entries of one head's state: a program holds it."""
+"""Most entries of one head's state: a program of Mamba-2 holds it, one of Mamba-3 goes through it in tiles."""
+TILE = 1 << 13
+"""Entries of such a tile."""
 
 
 def by_name(operation: TorchOperation, inputs: tuple[Any, ...]) -> Inputs:
@@ -121,16 +123,9 @@ def mamba3_step(*inputs: Any) -> list[Tensor]:
     tensors = [x[name] for name in MAMBA3_STEP.names[: MAMBA3_STEP.tensors] if name in x]
     numbers = (x["norm_eps"], x["dt_low"], x["dt_high"], x["a_floor"], x["rotation_range"] * math.pi)
     sizes = {"H": h, "P": p, "R": r, "G": groups, "M": m, "A": angles, "KEPT": kept, "NEIGHBOURS": not x["half"]}
-    sizes |= {"HEAVY": x["heavy_tail"], "BP": block(p), "BR": block(r), "BA": block(kept)}
-    launch(
-        "fused_step.mamba3",
-        b * h,
-        *tensors,
-        *found,
-        *numbers,
-        **sizes,
-        warps=16 if sizes["BP"] * sizes["BR"] > 8192 else 8,
-    )
+    sizes |= {"HEAVY": x["heavy_tail"], "BP": block(p), "BR": max(min(block(r), TILE // block(p)), 16)}
+    sizes |= {"BA": block(kept), "BM": power_of_two(m), "BLOCK": block(r)}
+    launch("fused_step.mamba3", b * h, *tensors, *found, *numbers, **sizes, warps=8)
     return found
 
 

@@ -1,7 +1,9 @@
 """The compile gate: kernels compiled for GPUs that need not be here, and what their binaries say.
 
-`python -m mambakit.kernels.triton.gate [target ...]` compiles what `gate.json` does not hold yet and writes it there;
-`--into FILE` is another table, `--from FILE ...` takes over the rows of others.
+`python -m mambakit.kernels.triton.gate [target ...]` compiles what `gate.json` does not hold yet and writes it there. A
+row is about its own kernels, their sizes and the version of Triton: what is about others than today's is left out, all
+else stays. `--shapes` takes only those whose names begin so; `--into FILE` is another table, `--from FILE ...` takes
+over the rows of others.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from mambakit.kernels.triton.launch import Launch, function
 from mambakit.kernels.triton.shapes import Shape, shapes
-from mambakit.kernels.triton.source import source_hash
+from mambakit.kernels.triton.source import hashed, kernel_hash
 from mambakit.kernels.triton.ssd import cut
 from mambakit.kernels.triton.tiles import CANDIDATES, TABLE, Tiles
 from mambakit.kernels.triton.tiles import key_of as tiles_key
@@ -56,8 +59,12 @@ def compile_for(target: str, call: Launch) -> Any:
             signature[name], constants[(i,)] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32"
+            if not kernel.params[i].do_not_specialize and value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "i32" if isinstance(value, int) else "fp32"
+            signature[name] = "fp32"
     source = compiler.ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}
     return triton.compile(source, target=backends.GPUTarget(*TARGETS[target]), options=options)
@@ -126,12 +133,29 @@ def judge(target: str, launches: list[Launch]) -> tuple[dict[str, dict[str, int]
     return found, None
 
 
+def dtype_of(shape: Shape) -> str:
+    return str(shape.dtype).removeprefix("torch.")
+
+
+def about(shape: Shape) -> str:
+    """What a row is made from: kernels, and what they are compiled for."""
+
+    def seen(value: Any) -> Any:
+        return value.dtype if isinstance(value, Tensor) else value % 16 == 0 if isinstance(value, int) else value
+
+    calls = [
+        (call.kernel, kernel_hash(call.kernel), *map(seen, call.arguments), call.sizes, call.warps, call.stages)
+        for call in shape.launches
+    ]
+    return hashed(repr(calls), repr(CANDIDATES) if shape.name.startswith("ssd") else "")
+
+
 def run(target: str, shape: Shape, chosen: dict[str, list[int]]) -> dict[str, Any]:
     """A row of the table; the core's has the first tiles that fit, or the last that do not.
 
     What was too large for one head, or for fewer digits or ranks, is not tried again: `chosen` has what fitted so far.
     """
-    row: dict[str, Any] = {"target": target, "shape": shape.name, "dtype": str(shape.dtype).removeprefix("torch.")}
+    row: dict[str, Any] = {"target": target, "shape": shape.name, "dtype": dtype_of(shape), "about": about(shape)}
     if not shape.name.startswith("ssd"):
         found, reason = judge(target, shape.launches)
         return row | {"kernels": found, "reason": reason}
@@ -149,11 +173,10 @@ def run(target: str, shape: Shape, chosen: dict[str, list[int]]) -> dict[str, An
 
 
 def read_table(file: Path) -> dict[str, Any]:
-    """What a file holds about these sources and this Triton."""
-    fresh = {"triton": importlib.metadata.version("triton"), "source": source_hash()}
-    table = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    if {name: table.get(name) for name in fresh} != fresh:
-        table = {**fresh, "tiles": {}, "refused": {}, "rows": []}
+    """What a file holds about these kernels and this Triton."""
+    table = {"triton": importlib.metadata.version("triton"), "tiles": {}, "refused": {}, "rows": []}
+    if file.is_file():
+        take_over(table, json.loads(file.read_text("utf-8")))
     return table
 
 
@@ -184,10 +207,18 @@ def add(table: dict[str, Any], row: dict[str, Any]) -> None:
 
 
 def take_over(table: dict[str, Any], other: dict[str, Any]) -> None:
-    known = {key_of(row) for row in table["rows"]}
+    """Rows that are not known yet, and about what is compiled today."""
+    if other.get("triton") != table["triton"]:
+        return
+    known, today = {key_of(row) for row in table["rows"]}, {(s.name, dtype_of(s)): about(s) for s in all_shapes()}
     for row in other["rows"]:
-        if key_of(row) not in known:
+        if key_of(row) not in known and today.get((row["shape"], row["dtype"])) == row["about"]:
             add(table, row)
+
+
+def all_shapes() -> Iterator[Shape]:
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from shapes(dtype)
 
 
 def main() -> None:
@@ -196,20 +227,22 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     parser.add_argument("--into", type=Path, default=TABLE)
     parser.add_argument("--from", nargs="+", type=Path, dest="others", help="only take over rows")
+    parser.add_argument("--shapes", nargs="+", default=[""], metavar="PREFIX", help="such as 'mamba3_step 128x128'")
     args = parser.parse_args()
     table = read_table(args.into)
     for other in args.others or ():
-        take_over(table, read_table(other))
+        take_over(table, json.loads(other.read_text("utf-8")))
     done = {key_of(row) for row in table["rows"]}
-    for dtype in () if args.others else (getattr(torch, name) for name in args.dtype):
-        for shape in shapes(dtype):
-            for target in args.targets or TARGETS:
-                if (target, shape.name, str(dtype).removeprefix("torch.")) in done:
-                    continue
-                row = run(target, shape, table["tiles"].setdefault(target, {}))
-                add(table, row)
-                write_table(table, args.into)
-                print(target, row["shape"], row["dtype"], row.get("tiles", ""), row["reason"] or "fits", flush=True)
+    for shape in () if args.others else all_shapes():
+        if dtype_of(shape) not in args.dtype or not shape.name.startswith(tuple(args.shapes)):
+            continue
+        for target in args.targets or TARGETS:
+            if (target, shape.name, dtype_of(shape)) in done:
+                continue
+            row = run(target, shape, table["tiles"].setdefault(target, {}))
+            add(table, row)
+            write_table(table, args.into)
+            print(target, row["shape"], row["dtype"], row.get("tiles", ""), row["reason"] or "fits", flush=True)
     write_table(table, args.into)
 
 

@@ -58,6 +58,10 @@ def launch(kernel: str, programs: int, *arguments: Any, warps: int = 4, stages: 
     """Start `programs` programs of a kernel on the device of its first tensor; none is no launch."""
     if programs == 0:
         return
+    tensor, *others = (argument for argument in arguments if isinstance(argument, Tensor))
+    if any(other.device != tensor.device for other in others):
+        places = sorted({str(each.device) for each in (tensor, *others)})
+        raise ValueError(f"{kernel} got tensors on {' and '.join(places)}: move them to one device")
     if programs > most_programs(warps):
         raise ValueError(
             f"{kernel} would be {programs} programs, at most {most_programs(warps)} fit: use smaller parts"
@@ -65,7 +69,6 @@ def launch(kernel: str, programs: int, *arguments: Any, warps: int = 4, stages: 
     if _records:
         _records[-1].append(Launch(kernel, programs, arguments, sizes, warps, stages))
         return
-    tensor = next(argument for argument in arguments if isinstance(argument, Tensor))
     device = contextlib.nullcontext() if interpreted() else torch.cuda.device(tensor.device)
     with device:
         function(kernel)[(programs,)](*arguments, **sizes, num_warps=warps, num_stages=stages, enable_fp_fusion=True)

@@ -18,8 +18,8 @@ from mambakit.ops.segments import before_segment
 
 WIDEST = 1024
 """Longest state axis: a tile holds all of it."""
-ELEMENTS = 2048
-"""Entries of a tile."""
+ELEMENTS, TOKENS = 2048, 32
+"""Most entries and most tokens of a tile: short states in more tokens spill."""
 
 
 class Inputs:
@@ -33,7 +33,7 @@ class Inputs:
         (b, s, m, g, r), h, a = tensors[0].shape, dt_bsh.shape[2], rot_bsa.shape[2]
         self.n, self.programs = b * s, m * g
         block = max(power_of_two(r), 16)
-        self.rows = max(ELEMENTS // block, 4)
+        self.rows = min(max(ELEMENTS // block, 4), TOKENS)
         self.sizes = {"M": m, "G": g, "H": h, "R": r, "A": a, "NEIGHBOURS": neighbours, "BN": self.rows, "BR": block}
 
     @property

@@ -5,6 +5,7 @@ device, version of Triton and source of the kernels. The fused steps have no pla
 of the CPU.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -29,6 +30,8 @@ from mambakit.ops.ssd_path import SsdPath
 
 _now = threading.local()
 """`proving`, while a kernel is asked for by name to be compared."""
+_found: dict[Path, dict[str, list["Finding"]]] = {}
+"""What this process has found, by file and key."""
 LIMITS = {torch.float32: (2e-5, 2e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (2e-3, 6e-3)}
 """Largest error of values and of gradients, relative to the largest element."""
 Case = tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]
@@ -181,14 +184,19 @@ def measure(operation: str, device: torch.device, dtype: torch.dtype) -> list[Fi
         named = (operation, str(dtype).removeprefix("torch."), name)
         try:
             got = results((function, rounded, options), "triton", device, None)
+            want = results((function, rounded, options), "torch", device, torch.float64)
+            pairs = [zip(*both, strict=True) for both in zip(got, want, strict=True)]
+            # Here at the latest a device says what went wrong on it.
+            values, grads = (max(relative(a, b) for a, b in part) for part in pairs)
         except Exception as problem:  # a compiler's or a driver's, of many kinds
-            found.append(Finding(*named, float("nan"), limit, f"{type(problem).__name__}: {problem}".splitlines()[0]))
+            found.append(Finding(*named, float("nan"), limit, in_a_line(problem)))
             continue
-        want = results((function, rounded, options), "torch", device, torch.float64)
-        pairs = [zip(*both, strict=True) for both in zip(got, want, strict=True)]
-        values, grads = (max(relative(a, b) for a, b in part) for part in pairs)
         found += [Finding(*named, values, limit), Finding(*named[:2], f"{name}, gradients", grads, gradient_limit)]
     return found
+
+
+def in_a_line(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 def step_inputs(operation: str) -> list[Any]:
@@ -230,12 +238,12 @@ def measure_step(operation: str, device: torch.device) -> Finding:
     reason = kernels["cpu"].backend.why_missing()
     if reason is not None:
         return Finding(*named, float("nan"), limit, f"nothing to compare with: the CPU kernels are missing, {reason}")
+    want = kernels["cpu"].forward(*inputs)
     try:
         got = kernels["triton"].forward(*(x.to(device) if isinstance(x, Tensor) else x for x in inputs))
+        return Finding(*named, max(relative(a.cpu(), b) for a, b in zip(got, want, strict=True)), limit)
     except Exception as problem:  # a compiler's or a driver's, of many kinds
-        return Finding(*named, float("nan"), limit, f"{type(problem).__name__}: {problem}".splitlines()[0])
-    want = kernels["cpu"].forward(*inputs)
-    return Finding(*named, max(relative(a.cpu(), b) for a, b in zip(got, want, strict=True)), limit)
+        return Finding(*named, float("nan"), limit, in_a_line(problem))
 
 
 def verdict_file(device: torch.device) -> Path:
@@ -245,25 +253,38 @@ def verdict_file(device: torch.device) -> Path:
     return cache_folder() / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.json"
 
 
+def kept(file: Path) -> dict[str, Any]:
+    """What is known about a device, from the file and from this process, which may not be able to write it."""
+    return read_cache(file) | _found.get(file, {})
+
+
+def keep(file: Path, key: str, rows: list[Finding]) -> None:
+    """Beside what other processes have found meanwhile: the ranks of a run all begin at once."""
+    _found.setdefault(file, {})[key] = rows
+    # But what is about the room that was left and not about the kernel.
+    lasting = {name: rows for name, rows in kept(file).items() if "OutOfMemoryError" not in str(rows)}
+    with contextlib.suppress(OSError):  # no room, or no right to write: the next process asks again
+        write_cache(file, lasting)
+
+
 def is_known(operation: str, device: str, dtype: torch.dtype) -> bool:
     """Whether a verdict can be given without running anything."""
-    return f"{operation} {dtype}" in read_cache(verdict_file(torch.device(device)))
+    return f"{operation} {dtype}" in kept(verdict_file(torch.device(device)))
 
 
 def findings(operation: str, device: torch.device, dtype: torch.dtype) -> list[Finding]:
     """What was found before, or is found now and kept."""
     file, key = verdict_file(device), f"{operation} {dtype}"
-    known = read_cache(file)
-    if key not in known:
+    if key not in kept(file):
         _now.proving = True
         try:
             # Not what somebody asks about who wants to know who runs what.
             with _Setting("notes", None):
-                known[key] = measure(operation, device, dtype)
+                rows = measure(operation, device, dtype)
         finally:
             _now.proving = False
-        write_cache(file, known)
-    return [Finding(*row) for row in known[key]]
+        keep(file, key, rows)
+    return [Finding(*row) for row in kept(file)[key]]
 
 
 def verdict(operation: str, device: str, dtype: torch.dtype) -> str | None:

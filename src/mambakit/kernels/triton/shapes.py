@@ -11,10 +11,8 @@ from mambakit.kernels.triton.backend import EXACT
 from mambakit.kernels.triton.launch import Launch, recording
 from mambakit.ops.norm import GATE_FIRST, NORM_FIRST
 
-HEADS = ((64, 128, 1), (64, 128, 4), (64, 64, 1), (64, 16, 1), (128, 128, 1), (128, 64, 4))
+HEADS = tuple((p, r, m) for m in (1, 4) for p in (64, 128) for r in (128, 64, 16))
 """Channels, state and ranks of a head: Mamba-2 and Mamba-3 as published, and what lies around them."""
-IN_FLOAT32 = ((64, 128, 1), (64, 16, 1), (128, 64, 4))
-"""Of these, in float32: every channel count, state and rank once."""
 WIDTH, TOKENS = 1536, 256
 
 
@@ -40,7 +38,6 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
     def wide(*sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=torch.float32, device="meta")
 
-    heads = IN_FLOAT32 if dtype == torch.float32 else HEADS
     segments, needs = torch.empty((2, TOKENS), dtype=torch.int64, device="meta"), [True] * 9
 
     def core(p: int, r: int, m: int) -> Iterator[Shape]:
@@ -64,7 +61,7 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
         yield Shape(
             f"finish {group}, ranks {m}, backward", dtype, recorded(norm.finish_backward, [rows], *finish, needs)
         )
-    for r, m in dict.fromkeys((r, m) for _, r, m in heads):
+    for r, m in dict.fromkeys((r, m) for _, r, m in HEADS):
         b, h = data(2, TOKENS, m, 1, r), 24
         angles = (data(2, TOKENS, r // 4), wide(2, TOKENS, h), wide(2, h, r // 4), segments, 1e-5, 1.0, True)
         prepare = (b, b, data(r), data(r), data(h, m, r), data(h, m, r), *angles)
@@ -80,7 +77,7 @@ def shapes(dtype: torch.dtype) -> Iterator[Shape]:
     yield Shape("selective_scan 16, backward", dtype, backward)
     if dtype == torch.float32:
         yield from steps(wide)
-    for head in heads:
+    for head in HEADS:
         yield from core(*head)
 
 
@@ -92,7 +89,7 @@ def steps(wide: Callable[..., Tensor]) -> Iterator[Shape]:
     row = wide(2, WIDTH)
     step = (wide(2, 2 * WIDTH), row, row, wide(2, 48 + 32), wide(2, WIDTH, 16), wide(WIDTH, 16), wide(WIDTH), None)
     yield Shape("mamba1_step 16", dtype, recorded(fused_step.mamba1_step, *step))
-    for p, r, m in IN_FLOAT32:
+    for p, r, m in HEADS:
         h, kept = WIDTH // p, r // 4
         v = WIDTH + 2 * r
         step = (wide(2, WIDTH + v + h), wide(2, v, 4), wide(2, h, p, r), wide(v, 4), wide(v), wide(h), wide(h), wide(h))

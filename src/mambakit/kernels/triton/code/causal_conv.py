@@ -2,7 +2,8 @@
 """The short depthwise convolution over tiles of BT tokens and BV channels.
 
 Inputs are counted from the first token on; those before it, down to -K, are the window `bvk`. x is `bsv` with any
-strides but that of channels; `start` is the first channel of this part, which has WIDTH of the V.
+strides but that of channels; `start` is the first channel of this part, which has WIDTH of the V. The stride of rows,
+`x_b`, depends on the length: it is given in UNITs, so that places known to be even are read in wide pieces all the same.
 """
 
 import triton
@@ -47,10 +48,10 @@ def sums_at(
     return y
 
 
-@triton.jit(do_not_specialize=["x_b", "s", "tiles", "start", "WIDTH"])
+@triton.jit(do_not_specialize=["x_b", "s", "tiles"])
 def convolve(
     x, weight, bias, window, seg, y, x_b, x_s, s, tiles, start, WIDTH,
-    V: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     columns = tl.cdiv(WIDTH, BV)
@@ -60,17 +61,17 @@ def convolve(
     ok = inside < WIDTH
     if seg is not None:
         seg += bi * s
-    out = sums_at(x + bi * x_b, weight, bias, window, seg, bi, at, s, start + inside, ok, x_s, V, K, BT, BV)
+    out = sums_at(x + bi * x_b * UNIT, weight, bias, window, seg, bi, at, s, start + inside, ok, x_s, V, K, BT, BV)
     if SILU:
         out *= tl.sigmoid(out)
     place = (bi * s + at)[:, None] * WIDTH + inside[None, :]
     tl.store(y + place, narrow(out, y.dtype.element_ty), mask=(at < s)[:, None] & ok[None, :])
 
 
-@triton.jit(do_not_specialize=["x_b", "s", "tiles", "start", "WIDTH"])
+@triton.jit(do_not_specialize=["x_b", "s", "tiles"])
 def convolve_backward(
     x, weight, bias, window, seg, lengths, d_y, d_after, d_x, d_window, sums, x_b, x_s, s, tiles, start, WIDTH,
-    V: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of inputs, the window's before the tokens'; `sums` per tile: of each tap and of the bias."""
     pid = tl.program_id(0)
@@ -81,7 +82,7 @@ def convolve_backward(
     bi = tile // tiles
     ok = inside < WIDTH
     cols = start + inside
-    x += bi * x_b
+    x += bi * x_b * UNIT
     if seg is not None:
         seg += bi * s
     found = tl.zeros((BT, BV), tl.float32)

@@ -16,6 +16,13 @@ def silu(x):
 
 
 @triton.jit
+def clamped(x, low, high):
+    """Between the limits. What is no number stays so: `tl.minimum` and `tl.maximum` would make it a limit."""
+    x = tl.where(x < low, low, x)
+    return tl.where(x > high, high, x)
+
+
+@triton.jit
 def convolve_token(x, window, after, weight, bias, cols, ok, written, K: tl.constexpr):
     """`silu` of the convolution at the newest token, and the window behind it, where `written`."""
     total = optional(bias, cols, ok, 0.0)
@@ -94,8 +101,7 @@ def mamba2(
     b_cols = H * P + group * R + cr
     bt = convolve_token(x, window, window_after, conv_weight, conv_bias, b_cols, cr < R, kept, K)
     ct = convolve_token(x, window, window_after, conv_weight, conv_bias, b_cols + G * R, cr < R, kept, K)
-    size = softplus(tl.load(x + V + hi) + tl.load(dt_bias + hi))
-    size = tl.minimum(tl.maximum(size, dt_low), dt_high)
+    size = clamped(softplus(tl.load(x + V + hi) + tl.load(dt_bias + hi)), dt_low, dt_high)
     decay = tl.exp(-size * tl.exp(tl.load(A_log + hi)))
     inside = (cp < P)[:, None] & (cr < R)[None, :]
     at = (bi * H + hi) * (P * R) + cp[:, None] * R + cr[None, :]
@@ -112,22 +118,20 @@ def mamba2(
 
 @triton.jit
 def turned(
-    x, weight, bias, angle, rot, size, scale, eps,
-    R: tl.constexpr, A: tl.constexpr, NEIGHBOURS: tl.constexpr, BR: tl.constexpr,
+    x, weight, bias, cr, sin, cos, eps,
+    R: tl.constexpr, A: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One vector normed, biased and turned by the angle that follows `angle`."""
-    cr = tl.arange(0, BR)
-    partner, pair, turns, sign = pairs_of(cr, R, A, NEIGHBOURS)
+    """Entries `cr` of one vector of up to BLOCK, normed, biased and turned."""
+    whole = tl.arange(0, BLOCK)
+    _, inverse = normed(tl.load(x + whole, mask=whole < R, other=0.0), whole < R, eps, R)
     inside = cr < R
-    own = tl.load(x + cr, mask=inside, other=0.0)
-    _, inverse = normed(own, inside, eps, R)
-    y = own * inverse * tl.load(weight + cr, mask=inside, other=0.0) + tl.load(bias + cr, mask=inside, other=0.0)
+    partner, _, turns, sign = pairs_of(cr, R, A, NEIGHBOURS)
+    y = tl.load(x + cr, mask=inside, other=0.0) * inverse * tl.load(weight + cr, mask=inside, other=0.0)
+    y += tl.load(bias + cr, mask=inside, other=0.0)
     if A > 0:
         other = tl.load(x + partner, mask=inside, other=0.0) * inverse
         other = other * tl.load(weight + partner, mask=inside, other=0.0)
         other += tl.load(bias + partner, mask=inside, other=0.0)
-        theta = next_angle(angle, rot, size, scale, pair, turns)
-        sin, cos = sine_and_cosine(theta)
         y = tl.where(turns, y * cos + other * sin * sign, y)
     return tl.where(inside, y, 0.0)
 
@@ -149,9 +153,9 @@ def mamba3(
     norm_weight, out, state_after, k_after, v_after, angle_after, eps, dt_low, dt_high, a_floor, scale,
     H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, G: tl.constexpr, M: tl.constexpr, A: tl.constexpr,
     KEPT: tl.constexpr, NEIGHBOURS: tl.constexpr, HEAVY: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr,
-    BA: tl.constexpr,
+    BA: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head, from its step size to the sum of its ranks."""
+    """One head, from its step size to the sum of its ranks; of its state BR entries of every channel at a time."""
     BC: tl.constexpr = M * G * R
     WIDE: tl.constexpr = 2 * H * P + 2 * BC + 3 * H + KEPT
     pid = tl.program_id(0)
@@ -162,16 +166,15 @@ def mamba3(
     rot = projected + 2 * H * P + 2 * BC + 3 * H
     angle += (bi * H + hi) * KEPT
     angle_after += (bi * H + hi) * KEPT
-    cp, cr, ca = tl.arange(0, BP), tl.arange(0, BR), tl.arange(0, BA)
-    channels, entries = cp < P, cr < R
-    inside = channels[:, None] & entries[None, :]
-    size = tl.minimum(tl.maximum(softplus(tl.load(numbers) + tl.load(dt_bias + hi)), dt_low), dt_high)
+    cp, ca, ranks = tl.arange(0, BP), tl.arange(0, BA), tl.arange(0, BM)
+    channels = cp < P
+    size = clamped(softplus(tl.load(numbers) + tl.load(dt_bias + hi)), dt_low, dt_high)
     a = tl.load(numbers + H)
     if HEAVY:
-        rate = tl.where(a > 0, 1 + a, 1 / (1 - tl.minimum(a, 0.0)))
+        rate = tl.where(a > 0, 1 + a, 1 / (1 - tl.where(a > 0, 0.0, a)))
     else:
         rate = softplus(a)
-    decay = tl.exp(-size * tl.maximum(rate, a_floor))
+    decay = tl.exp(-size * tl.where(rate < a_floor, a_floor, rate))
     share = tl.sigmoid(tl.load(numbers + 2 * H))
     if A > 0:
         tl.store(angle_after + ca, next_angle(angle, rot, size, scale, ca, ca < A), mask=ca < A)
@@ -181,27 +184,38 @@ def mamba3(
     z = tl.load(projected + hi * P + cp, mask=channels, other=0.0)
     old_x = tl.load(v_state + (bi * H + hi) * P + cp, mask=channels, other=0.0)
     tl.store(v_after + (bi * H + hi) * P + cp, x, mask=channels)
-    at = (bi * H + hi) * (P * R) + cp[:, None] * R + cr[None, :]
-    h = tl.load(state + at, mask=inside, other=0.0) * decay
     keys = projected + 2 * H * P + hi // (H // G) * R
-    for j in range(M):
-        ranked = (hi * M + j) * P + cp
-        expand = optional(mimo_x, ranked, channels, 1.0)
-        kept = ((bi * M + j) * H + hi) * R + cr
-        # The last token's other half of the trapezoid, and this token's own.
-        old_b = tl.load(k_state + kept, mask=entries, other=0.0)
-        h += ((1 - share) * size * decay * old_x * expand)[:, None] * old_b[None, :]
-        bias = B_bias + (hi * M + j) * R
-        bt = turned(keys + j * G * R, B_norm, bias, angle, rot, size, scale, eps, R, A, NEIGHBOURS, BR)
-        tl.store(k_after + kept, bt, mask=entries)
-        h += (share * size * x * expand)[:, None] * bt[None, :]
-    tl.store(state_after + at, h, mask=inside)
+    outputs = tl.zeros((BM, BP), tl.float32)
+    for r0 in range(0, R, BR):
+        cr = r0 + tl.arange(0, BR)
+        entries = cr < R
+        inside = channels[:, None] & entries[None, :]
+        sin, cos = 0.0, 1.0
+        if A > 0:
+            _, pair, turns, _ = pairs_of(cr, R, A, NEIGHBOURS)
+            sin, cos = sine_and_cosine(next_angle(angle, rot, size, scale, pair, turns))
+        at = (bi * H + hi) * (P * R) + cp[:, None] * R + cr[None, :]
+        h = tl.load(state + at, mask=inside, other=0.0) * decay
+        for j in range(M):
+            expand = optional(mimo_x, (hi * M + j) * P + cp, channels, 1.0)
+            kept = ((bi * M + j) * H + hi) * R + cr
+            # The last token's other half of the trapezoid, and this token's own.
+            old_b = tl.load(k_state + kept, mask=entries, other=0.0)
+            h += ((1 - share) * size * decay * old_x * expand)[:, None] * old_b[None, :]
+            bias = B_bias + (hi * M + j) * R
+            bt = turned(keys + j * G * R, B_norm, bias, cr, sin, cos, eps, R, A, NEIGHBOURS, BLOCK)
+            tl.store(k_after + kept, bt, mask=entries)
+            h += (share * size * x * expand)[:, None] * bt[None, :]
+        tl.store(state_after + at, h, mask=inside)
+        for j in range(M):
+            bias = C_bias + (hi * M + j) * R
+            ct = turned(keys + BC + j * G * R, C_norm, bias, cr, sin, cos, eps, R, A, NEIGHBOURS, BLOCK)
+            outputs += tl.where((ranks == j)[:, None], tl.sum(h * ct[None, :], 1)[None, :], 0.0)
     total = tl.zeros((BP,), tl.float32)
     for j in range(M):
         ranked = (hi * M + j) * P + cp
-        bias = C_bias + (hi * M + j) * R
-        ct = turned(keys + BC + j * G * R, C_norm, bias, angle, rot, size, scale, eps, R, A, NEIGHBOURS, BR)
-        y = tl.sum(h * ct[None, :], 1) + tl.load(D + hi) * x * optional(mimo_x, ranked, channels, 1.0)
+        y = tl.sum(tl.where((ranks == j)[:, None], outputs, 0.0), 0)
+        y += tl.load(D + hi) * x * optional(mimo_x, ranked, channels, 1.0)
         if norm_weight is not None:
             y, _ = normed(y, channels, eps, P)
             y *= tl.load(norm_weight + hi * P + cp, mask=channels, other=0.0)

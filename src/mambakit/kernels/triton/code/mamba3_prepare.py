@@ -8,7 +8,7 @@ A turned entry needs its partner in the pair, which another thread holds: it is 
 import triton
 import triton.language as tl
 
-from mambakit.kernels.triton.code.products import narrow, sine_and_cosine
+from mambakit.kernels.triton.code.products import narrow, scale_of, sine_and_cosine
 
 
 @triton.jit
@@ -18,8 +18,10 @@ def pairs_of(cr, R: tl.constexpr, A: tl.constexpr, NEIGHBOURS: tl.constexpr):
         pair, second = cr // 2, cr % 2
         partner = cr + 1 - 2 * second
     else:
-        pair, second = cr % (R // 2), cr // (R // 2)
-        partner = tl.where(second == 0, cr + R // 2, cr - R // 2)
+        # A state of one entry has no halves, and a compiler may do anything with what divides by none.
+        HALF: tl.constexpr = 1 if R == 1 else R // 2
+        pair, second = cr % HALF, cr // HALF
+        partner = tl.where(second == 0, cr + HALF, cr - HALF)
     turns = (pair < A) & (cr < R)
     return tl.where(turns, partner, cr), pair, turns, tl.where(second == 0, -1.0, 1.0)
 
@@ -37,7 +39,7 @@ def row_of(pointer, at, cr, R: tl.constexpr):
 
 @triton.jit
 def inverse_rms(x, eps, R: tl.constexpr):
-    scale = tl.maximum(tl.max(tl.abs(x), 1), 1.0)[:, None]
+    scale = scale_of(tl.max(tl.abs(x), 1))[:, None]
     small = x / scale
     return (1 / tl.sqrt(tl.sum(small * small, 1)[:, None] / R + eps / scale / scale)) / scale
 

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from mambakit.kernels.triton.code.products import narrow
+from mambakit.kernels.triton.code.products import narrow, scale_of
 
 
 @triton.jit
@@ -18,8 +18,8 @@ def optional(pointer, at, mask, absent: tl.constexpr):
 
 @triton.jit
 def normed(u, inside, eps, GROUP: tl.constexpr):
-    """`u` over its root mean square, and one over that. Scaled down before it is squared, so that squares fit."""
-    scale = tl.maximum(tl.max(tl.abs(tl.where(inside, u, 0.0)), 0), 1.0)
+    """`u` over its root mean square, and one over that."""
+    scale = scale_of(tl.max(tl.abs(tl.where(inside, u, 0.0)), 0))
     small = u / scale
     inverse = 1 / tl.sqrt(tl.sum(tl.where(inside, small * small, 0.0), 0) / GROUP + eps / scale / scale)
     return small * inverse, inverse / scale
@@ -59,14 +59,14 @@ def inverse_rms(
         u = with_skip(y, x, skip, mimo_x, row, y_n, x_n, at, m * WIDTH + at, here)
         if ORDER == 1:
             u *= gate_of(z, mimo_z, row, z_n, at, m * WIDTH + at, here)
-        larger = tl.maximum(scale, tl.max(tl.abs(u), 0))
+        larger = scale_of(tl.maximum(scale, tl.max(tl.abs(u), 0)))
         small, before = u / larger, scale / larger
         total = total * before * before + tl.sum(small * small, 0)
         scale = larger
     return 1 / tl.sqrt(total / GROUP + eps / scale / scale) / scale
 
 
-@triton.jit(do_not_specialize=["y_n", "x_n", "z_n"])
+@triton.jit
 def finish(
     y, x, skip, z, mimo_x, mimo_z, mimo_o, weight, out, y_n, x_n, z_n, eps,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, ORDER: tl.constexpr,
@@ -98,7 +98,7 @@ def finish(
         tl.store(out + row * WIDTH + at, narrow(total, out.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["y_n", "x_n", "z_n"])
+@triton.jit
 def finish_means(
     y, x, skip, z, mimo_x, mimo_z, mimo_o, weight, d_out, means, y_n, x_n, z_n, eps,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr,
@@ -128,7 +128,7 @@ def finish_means(
     tl.store(means + 1, total / GROUP)
 
 
-@triton.jit(do_not_specialize=["y_n", "x_n", "z_n", "N"])
+@triton.jit(do_not_specialize=["N"])
 def finish_backward(
     y, x, skip, z, mimo_x, mimo_z, mimo_o, weight, d_out, means, d_y, d_x, d_z, sums, y_n, x_n, z_n, N, eps,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr,

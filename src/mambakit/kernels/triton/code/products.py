@@ -1,5 +1,6 @@
 # type: ignore  # Triton's language: its compiler checks it
-"""Matrix products on bfloat16 units with as many digits as asked for, running sums of log-decays, sine and cosine."""
+"""Matrix products on bfloat16 units with as many digits as asked for, running sums of log-decays, sine and cosine,
+and the scale of what is squared."""
 
 import os
 
@@ -64,6 +65,13 @@ def decays(da, token, rank, s, H: tl.constexpr):
     high = a.to(tl.float32)
     low = (a - high.to(tl.float64)).to(tl.float32)
     return high, low, (end - a).to(tl.float32), end.to(tl.float32)
+
+
+@triton.jit
+def scale_of(largest):
+    """What numbers up to `largest` are divided by before they are squared, so that squares fit. An infinity is no
+    divisor: over a number its square is infinite, the numbers beside it are zero once normed, and it alone is NaN."""
+    return tl.minimum(tl.maximum(largest, 1.0), 3.4028234663852886e38)
 
 
 @triton.jit

