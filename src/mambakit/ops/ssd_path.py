@@ -43,7 +43,7 @@ class SsdPath:
         if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm {shown(self.algorithm)} is unknown; choose from {', '.join(ALGORITHMS)}")
         check_backend(self.backend)
-        if self.chunk_len is not None and (type(self.chunk_len) is not int or self.chunk_len < 1):
+        if self.chunk_len is not None and (type(self.chunk_len) is not int or not 0 < self.chunk_len < 2**63):
             raise ValueError(f"chunk_len is {shown(self.chunk_len)}, expected a positive integer or None")
 
     @classmethod
