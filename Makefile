@@ -92,7 +92,8 @@ OVER_KERNELS := MAMBAKIT_KERNELS=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leak
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)"
 
 sanitize: .venv/.ok $(SANITIZED)
-	$(OVER_KERNELS) $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py tests/test_decode.py tests/test_chains.py
+	$(OVER_KERNELS) $(PY) -m pytest -n auto --maxprocesses 8 tests/test_kernel*.py tests/test_decode.py tests/test_chains.py \
+		tests/test_narrow_states.py
 	$(OVER_KERNELS) $(PY) -m pytest -n auto --maxprocesses 8 -k cpu tests/test_agreement.py tests/test_gradients.py
 
 $(SANITIZED): $(patsubst %,build/sanitized/%.o,library plain avx2 avx512)
@@ -102,14 +103,16 @@ build/sanitized/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 -g -fno-omit-frame-pointer $(SANITIZE) -fPIC -fvisibility=hidden -c $< -o $@
 
-# And with checks of what threads share: the decoder, the steps and the products with few rows. The threads are the
-# library's own, since the checker does not see how torch's wait for each other.
+# And with checks of what threads share: the decoder, the steps, the products with few rows, and what reads bfloat16. The
+# threads are the library's own, since the checker does not see how torch's wait for each other.
 THREADED := build/threads/kernels.so
 OVER_THREADS := MAMBAKIT_KERNELS=$(CURDIR)/$(THREADED) TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66 \
 	OMP_NUM_THREADS=1 LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so)
 
 sanitize-threads: .venv/.ok $(THREADED)
-	$(OVER_THREADS) $(PY) -m pytest -n 0 tests/test_decode.py tests/test_chains.py tests/test_kernel_step.py tests/test_kernel_matvec.py
+	$(OVER_THREADS) $(PY) -m pytest -n 0 tests/test_decode.py tests/test_chains.py tests/test_narrow_states.py \
+		tests/test_kernel_step.py tests/test_kernel_matvec.py
+	$(OVER_THREADS) $(PY) -m pytest -n 0 -k bfloat16 tests/test_kernel_scan.py tests/test_kernel_ssd.py tests/test_kernel_mix.py
 
 $(THREADED): tests/threads_of_our_own.cpp $(patsubst %,$(CSRC)/%.cpp,plain avx2 avx512) $(wildcard $(CSRC)/*.h)
 	@mkdir -p $(@D)

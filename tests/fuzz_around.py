@@ -1,4 +1,4 @@
-"""Calls of what stands around models: configs, adapters, quantization, files, sessions, text, export.
+"""Calls of what stands around models: configs, official blocks, adapters, quantization, files, sessions, text, export.
 
 Each is a function with arguments that fit; the fuzzer puts others in their places.
 """
@@ -17,6 +17,7 @@ import mambakit as mk
 from blocks import CONFIGS
 from fuzz_kinds import one_rank
 from mambakit.checkpoints.gguf.writing import save_gguf
+from mambakit.compat import mamba_ssm as compat
 from mambakit.inference import Engine, export
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder
@@ -288,6 +289,25 @@ def custom(indices: Any) -> None:
     scheduled(mk.Custom(indices))
 
 
+def configured(text: Any, n_layer: Any, block: Any, virtual: Any) -> None:
+    mk.ModelConfig.from_json(text)
+    values = mk.StackConfig(block=BLOCK, n_layer=2).to_dict()
+    mk.StackConfig.from_dict({**values, "n_layer": n_layer, "block": block, "virtual": virtual})
+
+
+def official(name: str) -> Callable[..., Any]:
+    """A prompt and a token through one of the official modules."""
+    options = {"headdim": 4} if name == "Mamba2" else {}
+
+    def ran(hidden_states: Any, token: Any, states: Any, batch_size: Any, dtype: Any, **packing: Any) -> None:
+        block = getattr(compat, name)(8, d_state=4, **options)
+        block(hidden_states, **packing)
+        block.step(token, *(states if isinstance(states, tuple) else (states,) * 2))
+        block.allocate_inference_cache(batch_size, 9, dtype=dtype)
+
+    return ran
+
+
 def explained(call: Any, x: Any) -> None:
     call = Theirs(call) if call is len else call
     try:
@@ -311,6 +331,14 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 SAMPLING = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
 BLOCK = CONFIGS["mamba2"]
 ONES = torch.ones(2, 3, dtype=torch.int64)
+
+
+def official_call(name: str) -> Around:
+    given = {"hidden_states": torch.randn(2, 3, 8), "token": torch.randn(2, 1, 8), "batch_size": 2, "dtype": None}
+    heads = (2, 4, 4, 4) if name == "Mamba2" else (2, 16, 4)
+    given |= {"states": (torch.randn(2, 24 if name == "Mamba2" else 16, 4), torch.randn(heads))}
+    packing = {"seq_idx": torch.tensor([[0, 0, 1], [-1, 0, 2]])} if name == "Mamba2" else {}
+    return official(name), given | packing
 
 
 def around() -> list[Callable[[], Around]]:
@@ -367,6 +395,17 @@ def around() -> list[Callable[[], Around]]:
         lambda: (scheduled, {"schedule": mk.Cyclic(4)}),
         lambda: (cyclic, {"n": 4}),
         lambda: (custom, {"indices": (0, 1, 2, 1)}),
+        lambda: (
+            configured,
+            {
+                "text": make_model().config.to_json(),
+                "n_layer": 2,
+                "block": {"family": "mamba2", **BLOCK.to_dict()},
+                "virtual": {"schedule": "Cyclic", "n": 3},
+            },
+        ),
+        lambda: official_call("Mamba"),
+        lambda: official_call("Mamba2"),
         lambda: (explained, {"call": mk.Mamba2(BLOCK), "x": torch.randn(1, 3, 8)}),
         lambda: (only_tensor, {"block": mk.Mamba2(BLOCK), "x_bsd": torch.randn(1, 3, 8)}),
         lambda: (states_of, {"model": make_model(), "batch": 2}),

@@ -46,6 +46,16 @@ def test_model(capsys):
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 3
 
 
+@pytest.mark.parametrize(
+    "option", ["--batch=" + "9" * 30, "--tokens=" + "9" * 30, "--chunk-lens=" + "9" * 30, "--threads=0", "--threads=-1"]
+)
+def test_numbers_beyond_all_sizes_are_one_line(option, capsys):
+    assert main([*SMALL, option]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"mambakit bench: {option.partition('=')[0]} is ") or "chunk_len is 999" in told
+    assert told.count("\n") == 1
+
+
 def test_bad_sizes_are_one_line(capsys):
     assert main(["bench", "--tokens", "0"]) == 2
     assert "--tokens is 0" in capsys.readouterr().err

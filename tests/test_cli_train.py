@@ -195,6 +195,14 @@ def flip(content: bytes, place: int, bit: int) -> bytes:
     return bytes(changed)
 
 
+def test_a_damaged_model_of_the_run_does_not_block_a_resume(data, tmp_path):
+    out = tmp_path / "out"
+    assert train(data, "--out", out, "--steps=2") == 0
+    (out / "model" / "config.json").write_bytes(b"{")
+    assert main(["train", "--out", str(out), "--resume", "--steps=3"]) == 0
+    mk.load_model(out / "model")
+
+
 def test_flips_in_the_options_do_not_block_a_resume(data, tmp_path, capsys):
     out = tmp_path / "out"
     assert train(data, "--out", out, "--steps=4") == 0

@@ -173,11 +173,20 @@ def test_what_blocks_are_given(name):
         (lambda: block.step(token, *[None] * len(states)), "state has to be a tensor, got None"),
         (lambda: block.step(token.long(), *states), r"hidden_states is torch.int64, expected torch.float32"),
         (lambda: block.step(None, *states), "has to be a tensor, got None"),
+        (lambda: block.step(token, *[state[:1] for state in states]), r"the state \w+ is torch.float32 of shape \(1, "),
+        (
+            lambda: block.step(token, *[state.long() for state in states]),
+            r"the state \w+ is torch.int64 of shape \(2, ",
+        ),
+        (lambda: block.step(token, *[state.to("meta") for state in states]), r"the state \w+ is on meta but"),
+        (lambda: block.step(token, *[state[:1].expand_as(state) for state in states]), "entries in the same memory"),
         (lambda: block.allocate_inference_cache(2, 9, dtype="x"), "dtype is 'x', expected a floating-point one"),
     ]
     if name != "Mamba":
         wrong.append((lambda: block(z(1, 3, 16), cu_seqlens=5), "cu_seqlens has to be a tensor, got int"))
         wrong.append((lambda: block(z(1, 3, 16), cu_seqlens=z(())), r"cu_seqlens has shape \(\), expected bounds"))
+        ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+        wrong.append((lambda: block(z(1, 3, 16), seq_idx=ids), "seq_idx is on meta but hidden_states on cpu"))
     if name == "Mamba2":
         wrong.append((lambda: block(z(3, 16), seqlen=2), r"seqlen is 2 beside u of shape \(3, 16\), expected whole"))
         wrong.append((lambda: block(z(3, 16), seqlen="x"), "seqlen is 'x' beside u"))

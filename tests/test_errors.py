@@ -97,6 +97,7 @@ def test_unknown_arguments_are_refused():
         ({"chunk_len": 0}, "chunk_len is 0, expected a positive integer or None"),
         ({"chunk_len": -4}, "chunk_len is -4, expected a positive integer"),
         ({"chunk_len": 2.5}, "chunk_len is 2.5, expected a positive integer"),
+        ({"chunk_len": 10**30}, "chunk_len is 10+, expected a positive integer"),
         ({"chunk_len": True}, "chunk_len is True, expected a positive integer"),
     ],
 )

@@ -77,7 +77,7 @@ def from_plain(value: Any) -> Any:
     """What a plain JSON value stands for in a config."""
     if isinstance(value, list):
         return tuple(from_plain(item) for item in value)
-    return math.inf if value == "inf" else value
+    return math.inf if isinstance(value, str) and value == "inf" else value
 
 
 def check_types(config: Any, *but: str) -> None:

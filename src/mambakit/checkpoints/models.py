@@ -1,6 +1,7 @@
 """A whole model from a checkpoint and back."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -116,6 +117,17 @@ def save_model(
         >>> mk.save_model(model, "my-model", format="official")
         >>> again = mk.load_model("my-model")
     """
+    write_model(model, directory, format, max_shard_bytes, _is_checkpoint)
+
+
+def write_model(
+    model: LanguageModel,
+    directory: str | os.PathLike[str],
+    format: str,
+    max_shard_bytes: int | None,
+    is_checkpoint: Callable[[Path], bool],
+) -> None:
+    """`save_model` to a directory that `is_checkpoint` lets it replace."""
     if not isinstance(format, str) or format not in (*FORMATS, *HUB):
         raise ValueError(f"format = {shown(format)} is unknown; choose from {', '.join((*FORMATS, *HUB))}")
     if not isinstance(model, LanguageModel):
@@ -140,7 +152,7 @@ def save_model(
     if model.config.tie_embeddings and not kind.stores_tied_head:
         tensors.pop(HEAD, None)  # a quantized head is one of its own
     tensors = renamed(tensors, list(rules(empty, written.names)))
-    with replacing(find_path("directory", directory), _is_checkpoint) as fresh:
+    with replacing(find_path("directory", directory), is_checkpoint) as fresh:
         write_tensors(fresh, tensors, kind.weights, max_shard_bytes)
         write_json(fresh / CONFIG, values)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mambakit.arguments import check_count
 from mambakit.blocks.family import presets
 from mambakit.cli.layers import model_config
 from mambakit.cli.run_options import with_defaults
@@ -51,8 +52,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--layers {args.layers!r} is a pattern of a model's layers; add --what model")
     args.layers = args.layers if is_pattern else int(args.layers)
     for name in ("batch", "tokens", "vocabulary", "repeats", *([] if is_pattern else ["layers"])):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}, expected at least 1")
+        check_count(f"--{name}", getattr(args, name), least=1, most=2**31 - 1)
+    check_count("--threads", args.threads, least=1, most=1024, optional=True)
     if args.out is not None:
         need(REPORT, "matplotlib")
     if args.threads is not None:

@@ -11,8 +11,9 @@ from mambakit.arguments import shown
 from mambakit.blocks.block import check_projected, entry_weight
 from mambakit.blocks.modules import CausalConv1d
 from mambakit.compat.packing import from_rows, hide_padding, packed, segments_of, to_rows
+from mambakit.compat.slots import check_writable
 from mambakit.ops.causal_conv import correlate
-from mambakit.ops.shapes import FLOATS, check_tensors
+from mambakit.ops.shapes import FLOATS, check_beside, check_tensors
 from mambakit.ops.ssd_path import SsdPath
 
 
@@ -59,6 +60,9 @@ class Stateful:
         check_sequence(self, x_bsd)
         if cu_seqlens is not None:
             check_vector("cu_seqlens", cu_seqlens)
+        if seq_idx is not None:
+            check_tensors({"seq_idx": seq_idx})
+            check_beside("hidden_states", x_bsd, "seq_idx", seq_idx)
         rows = len(x_bsd) if cu_seqlens is None else len(cu_seqlens) - 1
         states = None if inference_params is None else self._get_states_from_cache(inference_params, rows)
         is_decoding = inference_params is not None and inference_params.seqlen_offset > 0
@@ -121,6 +125,7 @@ class WithConvolution(Stateful):
         """One token (b, 1, d); the states are updated in place and returned."""
         check_tensors({"hidden_states": hidden_states, "conv_state": conv_state, "ssm_state": ssm_state})
         check_sequence(self, one_token(hidden_states))
+        check_states(self, self.cache_of(conv_state, ssm_state), hidden_states)
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         out, cache = self.continue_from(one_token(hidden_states), self.cache_of(conv_state, ssm_state.to(wide)))
         write((conv_state, ssm_state), cache)
@@ -144,6 +149,17 @@ def check_sequence(block: Any, x_bsd: Tensor) -> None:
     if weight is not None and x_bsd.shape[2] != weight.shape[-1]:
         raise ValueError(f"hidden_states is {x_bsd.shape[2]} wide, but this block takes {weight.shape[-1]} channels")
     check_projected(block, "hidden_states", x_bsd)
+
+
+def check_states(block: Any, cache: Any, x: Tensor) -> None:
+    """That a cache made of official states is one for the rows of such an input, and can be written to."""
+    for name, shape in block.cache_shapes(len(x)).items():
+        state = getattr(cache, name)
+        if tuple(state.shape) != shape or state.dtype not in FLOATS:
+            given = f"the state {name} is {state.dtype} of shape {tuple(state.shape)}"
+            raise ValueError(f"{given}, expected floating-point numbers of {shape}, as allocate_inference_cache gives")
+        check_beside("hidden_states", x, f"the state {name}", state)
+        check_writable("a state", state)
 
 
 def check_dtype(dtype: Any) -> None:

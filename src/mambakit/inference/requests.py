@@ -191,7 +191,7 @@ class Request:
         try:
             self.on_token(self)
         except Exception as error:
-            self.on_token, self.error = None, self.error or error
+            self.on_token, self.error = None, error if self.error is None else self.error
             if not self.done:
                 self.finish("error", error)
 

@@ -156,7 +156,7 @@ class StackConfig(Config):
                 for i, blocks in enumerate(layers)
             )
         else:
-            made["block"] = family.from_dict(values.get("block") or {})
+            made["block"] = family.from_dict({} if values.get("block") is None else values["block"])
         if values.get("virtual") is not None:
             made["virtual"] = schedules.from_dict(values["virtual"])
         if values.get("multi_gate") is not None:

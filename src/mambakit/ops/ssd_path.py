@@ -48,7 +48,7 @@ class SsdPath:
         check_backend(self.backend)
         if self.lean is not None and not number("lean", self.lean) > 0:
             raise ValueError(f"lean is {shown(self.lean)}, expected a share of memory such as 0.5, or None")
-        if self.chunk_len is not None and (type(self.chunk_len) is not int or self.chunk_len < 1):
+        if self.chunk_len is not None and (type(self.chunk_len) is not int or not 0 < self.chunk_len < 2**63):
             raise ValueError(f"chunk_len is {shown(self.chunk_len)}, expected a positive integer or None")
 
     @classmethod

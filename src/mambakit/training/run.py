@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
-from mambakit.checkpoints import save_model
 from mambakit.checkpoints.adapters import save_lora
 from mambakit.checkpoints.files import ADAPTER, MODEL
+from mambakit.checkpoints.models import write_model
 from mambakit.models.lora import adapters, merge_lora
 from mambakit.text.tokens import Tokens, copy_description
 from mambakit.training.lock import alone_in
@@ -218,7 +218,8 @@ def export(trainer: Trainer, folder: Path, keep: Keep, checkpoints: RunCheckpoin
             describe(folder / ADAPTER)
     if not has_adapters or keep.merged:
         with on_failure(f"the model could not be saved in {folder / MODEL}", checkpoints):
-            save_model(merge_lora(model) if has_adapters else model, folder / MODEL)
+            # The run's own folder, whatever has become of the model in it.
+            write_model(merge_lora(model) if has_adapters else model, folder / MODEL, "mambakit", None, lambda _: True)
             describe(folder / MODEL)
 
 

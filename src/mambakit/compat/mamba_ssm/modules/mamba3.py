@@ -10,7 +10,7 @@ from torch import Tensor
 from mambakit.blocks import mamba3
 from mambakit.blocks.mamba3 import Mamba3Cache, Mamba3Config
 from mambakit.compat.arguments import in_our_words, warn_of_unknown
-from mambakit.compat.stateful import Stateful, check_dtype, check_sequence, write
+from mambakit.compat.stateful import Stateful, check_dtype, check_sequence, check_states, write
 from mambakit.ops.activations import heavy_tail as heavy_tail_activation
 from mambakit.ops.shapes import check_tensors
 
@@ -85,6 +85,7 @@ class Mamba3(Stateful, mamba3.Mamba3):  # pyright: ignore[reportIncompatibleMeth
         named = dict(zip(("angle_state", "ssm_state", "k_state", "v_state"), states, strict=True))
         check_tensors({"u": u, **named})
         check_sequence(self, u[:, None] if u.dim() else u)
+        check_states(self, Mamba3Cache(ssm_state, k_state, v_state, angle_state), u)
         wide = torch.promote_types(u.dtype, torch.float32)
         cache = Mamba3Cache(ssm_state.to(wide), k_state.to(u.dtype), v_state.to(u.dtype), angle_state.to(wide))
         out, cache = self.continue_from(u[:, None], cache)
