@@ -13,7 +13,7 @@ import torch
 import mambakit as mk
 from mambakit.inference import Engine, speculation
 from mambakit.inference.guesses import Draft, Ngrams
-from mambakit.inference.speculation import Speculation
+from mambakit.inference.speculation import Speculation, Times
 from mambakit.kernels.cpu.library import why_missing
 from mambakit.text.tokens import Bytes
 from test_engine import MODELS, make
@@ -265,11 +265,11 @@ class Clock:
 
 class Timed:
     """A decoder of which a step takes a second, each more token of a chain so many seconds, and each of these that
-    counts so many in the next call, which takes more after a chain anyway; nothing is computed."""
+    counts so many in the next call. Steps after a chain take more anyway, less and less so; nothing is computed."""
 
     def __init__(self, tokens: list[int], token_takes: float, counts: float = 0.0, after: float = 0.0):
         self.clock, self.token_takes, self.counts, self.first = Clock(), token_takes, counts, 0.0
-        self.after, self.counted, self.chained = after, 0, False
+        self.after, self.counted, self.more = after, 0, 0.0
         decoder: Any = self
         self.ids, self.said = tokens, []
         self.guesses = Speculation(decoder, lambda ids: Ngrams(ids), clock=self.clock)
@@ -283,13 +283,13 @@ class Timed:
 
     def step(self, ids_b: torch.Tensor) -> torch.Tensor:
         self.clock.now, self.first = self.clock.now + 1.0 + self.first, 0.0
-        self.clock.now += self.after * self.chained
-        self.chained = False
+        self.clock.now += self.more
+        self.more /= 3
         return self.write()
 
     def chains(self, ids: list[list[int]]) -> torch.Tensor:
         self.clock.now += 1 + self.token_takes * (len(ids[0]) - 1)
-        self.chained = True
+        self.more = self.after
         return self.write().expand(len(ids[0]), 257)
 
     def accept(self, row: int, tokens: int) -> None:
@@ -343,6 +343,18 @@ class TestTime:
         some = [token for _ in range(300) for token in (1, 2, 3, 4, 5, *([6, 7, 8] if draw.random() < 0.5 else [9]))]
         self.run(hostile(300), token_takes, after=after)
         self.run(some, token_takes, 0.1, after)
+
+    def test_a_step_is_known_by_those_that_are_not_slowed_down(self):
+        times = Times()
+        for seconds in (9.0, 3.0, 2.0, 1.5, *[1.0] * 12):
+            times.add(1, seconds)
+        for _ in range(20):
+            times.add(8, 4.8)
+            times.add(1, 1.6, 0)
+            times.add(1, 1.3)
+            times.add(1, 1.1)
+        assert times.of(1) == 1.0
+        assert times.after == pytest.approx(1.0), "what all of them take longer"
 
     def test_long_calls_pay_where_short_ones_do_not(self):
         """As with narrow weights: what a call takes beside its tokens is much of a short one."""

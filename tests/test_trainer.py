@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,32 @@ def test_bytes_come_back_whole_characters_at_a_time():
     assert "".join(pieces) == text
     assert "ï" in pieces
     assert "".join(tokens.pieces(iter([0xC3]))) == "�"  # cut short
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_are_the_text(tmp_path, seed, monkeypatch):
+    """Also where a tokenizer leaves out the space that a text begins with, and shows bytes one by one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<unk>", "▁def", "▁", "▁▁", "a", "bc", "\n", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {word: id for id, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    steps = tokenizers.decoders
+    spaces, bytes_, first = steps.Replace("▁", " "), steps.ByteFallback(), steps.Strip(" ", 1, 0)
+    made.decoder = steps.Sequence([spaces, bytes_, steps.Fuse(), first])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokens, draw, lengths = TokenizerFile(tmp_path / "tokenizer.json"), random.Random(seed), []
+    decode = tokens.decode
+    monkeypatch.setattr(tokens, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+    whole, none = [7 + byte for byte in "€😀".encode()], [7 + 0xFF]
+    for kinds in ([[one] for one in range(1, 7)], [[1], [3], [6], [4, *whole, 4], [4, *none, 4]], [whole], [none]):
+        lengths.clear()
+        ids = [id for _ in range(200) for id in draw.choice(kinds)]
+        assert "".join(tokens.pieces(iter(ids))) == decode(ids)
+        assert max(lengths) < 75 or kinds == [none]
+    for end in range(60, 80):
+        ids = ([1, 4, *whole[:3], 4] * 20)[:end]
+        assert "".join(tokens.pieces(iter(ids))) == decode(ids), "the last character may not be whole"
+    assert decode([1, 6, 1]) == "def\n def"
 
 
 def test_tokenizer_files(tmp_path):

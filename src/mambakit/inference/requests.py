@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.sampling import Sampler
 from mambakit.ops.shapes import FLOATS, check_dense
+from mambakit.text.tokens import certain
 
 
 class Tokenizer(Protocol):
@@ -264,9 +265,3 @@ class Stops:
         before = list(tokens[max(0, self._counted - self.WINDOW) : self._counted])
         known = self._tokenizer.decode(before) if before else ""
         return self._tokenizer.decode([*before, *tokens[self._counted : upto]])[len(known) :]
-
-
-def certain(said: str) -> str:
-    """Without what may be a character whose bytes have not all come: of four, three are shown as one each at most."""
-    shown = said.rstrip("\ufffd")
-    return said[: max(len(shown), len(said) - 3)]

@@ -51,8 +51,8 @@ SELDOM = 32
 """Steps after the first guess that is made only to learn from, and so many more after each other one."""
 FIRST_CALLS, FIRST_TAKES = 3, 0.5
 """So many first calls of a length, which may take long, do not show that its tokens take more than this, in steps."""
-FIRST_STEPS = 3
-"""Steps before the first guess: the very first takes longer than others."""
+FIRST_STEPS, SETTLED = 3, 4
+"""Steps by which one is known before the first guess; and those after a guess, and first of all, that take longer."""
 
 
 class Times:
@@ -67,18 +67,24 @@ class Times:
         """Of those that were asked for since the last call of the kind."""
         self._when: dict[int, int] = {}
         """The last call of each length, as a number of calls."""
-        self._calls = self._until = 0
-        """Those that there were, and those up to which the least hope is known."""
+        self._calls = self._until = self._steps = 0
+        """Those that there were, those up to which the least hope is known, and steps since one of several tokens."""
 
     def add(self, length: int, seconds: float, counted: int | None = None) -> float:
         """Take note of a call; what it took, without what was done in between.
 
         `counted` are the guessed tokens before it that count, and None says that there was no guess. A step is known by
-        those after other steps alone: after a guess, memory that it reads has to come from further away.
+        those after several others: after a guess, memory that steps read has to come from further away.
         """
         self._calls += 1
+        self._steps = 0 if length > 1 else self._steps + 1
         if length == 1 and counted is None:
-            self._put(1, seconds)
+            if self.is_settled:
+                self._put(1, seconds)
+            elif self._knows(AFTER) and self._calls - self._when[AFTER] < self._steps:
+                # It is the same guess that it comes after.
+                self._recent[AFTER][-1] += max(0.0, seconds - self.of(1))
+                self._medians.pop(AFTER, None)
             return seconds
         expected = self.of(length) + (counted or 0) * self.counts
         expected += self.after if length == 1 else 0.0
@@ -94,7 +100,7 @@ class Times:
         """What it took to think about a guess that was not made; for how many steps not to think about the next."""
         self._put(THOUGHT, seconds)
         thought, step = self._median(THOUGHT) or 0.0, self.of(1)
-        return min(ASLEEP, int(thought / (THINKS * step))) if step else 0
+        return min(ASLEEP, int(thought / (THINKS * step))) if step and self.is_settled else 0
 
     def of(self, length: int) -> float:
         """Of lengths without a call lately, what shorter ones make of it; never less than a step."""
@@ -135,6 +141,11 @@ class Times:
             least = min((WORTH * (self.of(length) + self.after) / step - 1) / (length - 1) for length in lengths)
             self._least, self._until = least / saves if saves > 0 else math.inf, self._calls + SELDOM
         return self._least
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last step took as long as others."""
+        return self._steps > SETTLED
 
     @property
     def has_step(self) -> bool:
@@ -289,7 +300,7 @@ class Speculation:
         times = self._times
         if length:
             seconds = times.add(length, seconds, counted)
-        if length == 1 and counted is None:
+        if length == 1 and counted is None and (times.is_settled or not times.of(1)):
             self._spent += seconds
             return
         step, seconds = times.of(1), seconds + (times.counts if not length else -(counted or 0) * times.counts)

@@ -30,6 +30,10 @@ MESSAGE = record(
     },
     "role",
 )
+# As `read_messages` checks it.
+HAS_CONTENT: Schema = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+MAY_BE_EMPTY: Schema = {"properties": {"role": {"enum": ["assistant"]}}}
+MESSAGE["anyOf"] = [HAS_CONTENT, MAY_BE_EMPTY]
 SCHEMA = record(
     {
         **COMMON,

@@ -71,7 +71,8 @@ def check(value: Any, schema: Schema, name: str = "") -> None:
         except ApiError as error:
             raise unsupported(name) from error
         return
-    if "anyOf" in schema:
+    # Beside a type it says what somebody else checks, who can put it better.
+    if "anyOf" in schema and "type" not in schema:
         _check_any(value, schema["anyOf"], name)
         return
     kinds = schema.get("type")

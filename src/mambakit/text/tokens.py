@@ -18,6 +18,9 @@ END = "<|endoftext|>"
 MAX_VOCABULARY = 1 << 24
 END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
+LEAST_KNOWN, MOST_KNOWN = 16, 64
+"""Tokens before a new one that are decoded with it: more than one character takes, and so many at most."""
+
 
 class Tokens(Protocol):
     """How text is written in token ids."""
@@ -35,6 +38,11 @@ class Tokens(Protocol):
         ...
 
     def save(self, directory: Path) -> None: ...
+
+
+def certain(text: str) -> str:
+    """Without what may be characters whose bytes have not all come. Some tokenizers show all bytes in a row so then."""
+    return text.rstrip("\ufffd")
 
 
 class Bytes:
@@ -103,20 +111,28 @@ class TokenizerFile:
             raise ValueError(f"the tokenizer {self.path} does not take these ids: {error}") from error
 
     def pieces(self, ids: Iterator[int]) -> Iterator[str]:
-        # How a token is shown may depend on those before it: decode all since the last line, show what is new.
+        # How a token is shown may depend on those before it, such as whether a space before it is: decode some of these
+        # too, and show what is new. Not all of them, which would take ever longer.
         known: list[int] = []
-        shown = ""
+        shown = text = ""
         for i in ids:
             known.append(i)
             text = self.decode(known)
-            if text.endswith("�"):  # part of a character
-                yield ""
-                continue
-            yield text[len(shown) :]
-            shown = text
-            if text.endswith("\n"):
-                known, shown = [], ""
-        yield self.decode(known)[len(shown) :]
+            sure = certain(text)
+            yield sure[len(shown) :]
+            shown = max(shown, sure, key=len)
+            if len(known) >= MOST_KNOWN and shown == text:
+                known, text = self._end_of(known, text)
+                shown = text
+        yield text[len(shown) :]
+
+    def _end_of(self, known: list[int], text: str) -> tuple[list[int], str]:
+        """The last tokens and what they say, from the beginning of a character on; all, where none is found."""
+        for count in range(LEAST_KNOWN, LEAST_KNOWN + 4):
+            said = self.decode(known[-count:])
+            if not said.startswith("\ufffd"):
+                return known[-count:], said
+        return known, text
 
     def save(self, directory: Path) -> None:
         shutil.copyfile(self.path, directory / TOKENIZER)
