@@ -1,8 +1,8 @@
 // Products of a weight matrix with a few rows, at the speed of reading the weights: y[b][n] = sum_k weight[n][k] x[b][k].
 //
 // R rows of the matrix meet B rows of x at a time. Each result has two accumulators, filled by turns in the order of k (one
-// in NF4), so it does not depend on the batch, on its place in the matrix or on the number of threads. With one row of x
-// the weights are read in the order in which they lie, which is fastest: two accumulators keep up with memory then.
+// in NF4), so it does not depend on the batch, on its place in the matrix or on the number of threads. With one or two rows
+// of x the weights are read in the order in which they lie, which is fastest: two accumulators keep up with memory then.
 #pragma once
 
 #include "border.h"
@@ -14,10 +14,10 @@
 
 namespace MK_ISA {
 
-// Up to 4 rows of x; those beyond `count` repeat the last one, and their results are dropped.
+// Rows of x that go through the matrix together: as many as there are registers for.
+constexpr int ROWS_TOGETHER = W == 16 ? 6 : 2;
 struct Inputs {
-    const float* row[4];
-    int64_t count;
+    const float* row[ROWS_TOGETHER];
 };
 
 // Asks for memory in its own order, in which it is fastest: `lines` cache lines for each R that are multiplied.
@@ -60,7 +60,8 @@ MK_INLINE void dot_rows(const Matrix& m, int64_t row, const Inputs& x, Ahead& ah
         }
 #pragma GCC unroll 32
         for (int64_t j = 0; j < 2 * LINE; j += W) {
-            for (int b = 0; b < B; b++) part[b] = load(x.row[b] + i + j);
+            // Of many rows loaded once: compilers would read x again for every row of the matrix.
+            for (int b = 0; b < B; b++) part[b] = B < 5 ? load(x.row[b] + i + j) : done(load(x.row[b] + i + j));
             auto weights = MK_BODY(int r) { return Weights::get(at + r * pitch + (i + j) * Weights::BYTES); };
             if (j / W % 2) add_products(odd, part, weights);
             else add_products(sums, part, weights);
@@ -124,9 +125,9 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
         const float scale = m.format == INT8 ? ((const float*)m.scales)[row + r] : 1.0f;
         const float bias = m.bias ? m.bias[row + r] : 0.0f;
         for (int b = 0; b < B; b++) {
-            if (b >= x.count) break;
             float* y = to.y + b * to.stride + row + r;
-            const float value = (sum(sums.of[r][b]) * scale + bias) * to.scale;
+            // Rounded one by one: compilers join steps of one batch and not of another.
+            const float value = done((done(sum(sums.of[r][b]) * scale) + bias) * to.scale);
             *y = to.add ? *y + value : value;
         }
     }
@@ -142,30 +143,32 @@ static __attribute__((noinline)) void multiply_rows(
     for (; row < end; row++) multiply_block<Weights, 1, B>(m, row, x, ahead, to);
 }
 
-// Some rows of x go through the matrix together: as many as there are registers for. More take several passes over pieces
-// that stay in the cache, each asking for its part of the next piece: all rows at once would leave no room for x in the
-// cache closest by.
-constexpr int64_t ROWS_TOGETHER = W == 16 ? 4 : 2;
-
+// More rows of x take several passes over pieces that stay in the cache, as many in one pass as in another, each asking for
+// its part of the next piece: all rows at once would leave no room for x in the cache closest by.
 template <class Weights>
 static void multiply_all(
     const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch, const Results& to) {
+    // Formats that take long to decode share what they load of x.
+    constexpr int ALONE = __is_same(Weights, Float32Weights) || __is_same(Weights, Bfloat16Weights) ? 1 : 4;
     const int64_t passes = ceil_div(batch, ROWS_TOGETHER), piece = passes == 1 ? end - begin : 16, pitch = bytes_per_row(m);
     for (int64_t row = begin; row < end; row += piece) {
         const int64_t stop = least(row + piece, end);
+        int64_t first = 0;
         for (int64_t pass = 0; pass < passes; pass++) {
-            const int64_t first = ROWS_TOGETHER * pass;
+            const int64_t count = batch / passes + (pass < batch % passes);
             Inputs inputs;
-            inputs.count = least(batch - first, ROWS_TOGETHER);
-            for (int64_t b = 0; b < 4; b++) inputs.row[b] = x + (first + least(b, inputs.count - 1)) * x_stride;
+            for (int64_t b = 0; b < count; b++) inputs.row[b] = x + (first + b) * x_stride;
             const int64_t next = passes == 1 ? AHEAD : piece * pitch + pass * piece * pitch / passes;
             const Ahead ahead = {m.weight, row * pitch + next, passes};
             const Results part = {to.y + first * to.stride, to.stride, to.add, to.scale};
-            // Formats that take long to decode share what they load of x.
-            constexpr int ALONE = __is_same(Weights, Float32Weights) || __is_same(Weights, Bfloat16Weights) ? 1 : 4;
-            if (inputs.count == 1) multiply_rows<Weights, ALONE, 1>(m, row, stop, inputs, ahead, part);
-            else if (inputs.count == 2) multiply_rows<Weights, ROWS_TOGETHER, 2>(m, row, stop, inputs, ahead, part);
-            else multiply_rows<Weights, 2, 4>(m, row, stop, inputs, ahead, part);
+            first += count;
+            by_count<ROWS_TOGETHER>(count, MK_BODY(auto known) {
+                constexpr int B = decltype(known)::value, R = B == 1 ? ALONE : B == 2 && W == 16 ? 4 : 2;
+                // As long as memory is slower than that, the weights are read in the order in which they lie.
+                constexpr int FEW = B <= 2 && ALONE == 1 ? 1 : R;
+                if (passes == 1) multiply_rows<Weights, FEW, B>(m, row, stop, inputs, ahead, part);
+                else multiply_rows<Weights, R, B>(m, row, stop, inputs, ahead, part);
+            });
         }
     }
 }

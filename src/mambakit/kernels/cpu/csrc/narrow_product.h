@@ -1,29 +1,29 @@
 // Products of narrow weights with narrow rows, for one row as for thousands: y[b][n] = sum_k weight[n][k] x[b][k].
 //
-// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time, as many in one pass as in another; one row of x meets one
+// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time, as many in one pass as in another; few rows of x meet one
 // after the other, in the order in which they lie. Sums of integers are exact, and others have two accumulators, of even
 // and odd lines, each filled in the order of k, so a result does not depend on the batch, on its place in the matrix or on
 // the number of threads.
 #pragma once
 
 #include "extension.h"
+#include "lane_sums.h"
 #include "narrow.h"
 #include "results.h"
 #include "threads.h"
 
 namespace MK_ISA {
 
-constexpr int FOUR = 4;
 constexpr int AT_ONCE = W == 16 ? 6 : 2;
 // Rows of the matrix that stay in the cache closest by, and rows of x in the next one, while they meet.
 constexpr int64_t NEAR_ROWS = 16, NEAR_INPUTS = 256;
 
-// Weights of FOUR rows as a Dot takes them: a vector, `part` bytes from the beginning of a line. TOGETHER of the rows meet
-// one row of x at a time.
+// Weights of FOUR rows as a Dot takes them: a vector, `part` bytes from the beginning of a line. Up to IN_ORDER rows of x
+// meet them as they lie, TOGETHER of them at a time.
 //
 // int8 or bfloat16, as they lie.
 struct NarrowWeights {
-    static constexpr int TOGETHER = 1;
+    static constexpr int TOGETHER = 1, IN_ORDER = W == 16 ? 3 : 1;
     const char* row[FOUR];
     template <class Dot>
     MK_INSIDE vi get(int r, int64_t line, int64_t part) const {
@@ -46,7 +46,7 @@ struct NarrowWeights {
 // Codes of 64 inputs in 32 bytes, and the values of the two groups they are of. Decoding takes longer than reading: rows
 // that meet x together share what is loaded of it.
 struct Int4Weights {
-    static constexpr int TOGETHER = FOUR;
+    static constexpr int TOGETHER = FOUR, IN_ORDER = 1;
     const uint8_t* row[FOUR];
     int64_t codes;  // bytes of a row before its scales
     template <int OFFSET>
@@ -91,50 +91,6 @@ struct Int4Weights {
         for (int64_t at = 32 * line; at < codes + bytes / 32; at += LINE) prefetch(row[r], AHEAD + at);
     }
 };
-
-// Sums of the lanes of four vectors.
-typedef int32_t vi4 __attribute__((vector_size(16)));
-MK_INLINE vf4 fold(vf4 x) { return x; }
-MK_INLINE vi4 fold(vi4 x) { return x; }
-#if MK_WIDTH >= 8
-typedef int32_t vi8 __attribute__((vector_size(32)));
-MK_INLINE vf4 fold(vf8 x) {
-    return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
-}
-MK_INLINE vi4 fold(vi8 x) {
-    return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
-}
-#endif
-#if MK_WIDTH == 16
-MK_INLINE vf4 fold(vf x) {
-    return fold(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-MK_INLINE vi4 fold(vi x) {
-    return fold(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-#endif
-#if MK_WIDTH == 16
-#define MK_PAIRED(a, b, p, q)                                                                                      \
-    __builtin_shufflevector(a, b, p, p + 16, q, q + 16, p + 4, p + 20, q + 4, q + 20, p + 8, p + 24, q + 8, q + 24, \
-                            p + 12, p + 28, q + 12, q + 28)
-#define MK_JOINED(a, b, p)                                                                                         \
-    __builtin_shufflevector(a, b, p, p + 1, p + 16, p + 17, p + 4, p + 5, p + 20, p + 21, p + 8, p + 9, p + 24, p + 25, \
-                            p + 12, p + 13, p + 28, p + 29)
-#elif MK_WIDTH == 8
-#define MK_PAIRED(a, b, p, q) __builtin_shufflevector(a, b, p, p + 8, q, q + 8, p + 4, p + 12, q + 4, q + 12)
-#define MK_JOINED(a, b, p) __builtin_shufflevector(a, b, p, p + 1, p + 8, p + 9, p + 4, p + 5, p + 12, p + 13)
-#else
-#define MK_PAIRED(a, b, p, q) __builtin_shufflevector(a, b, p, p + 4, q, q + 4)
-#define MK_JOINED(a, b, p) __builtin_shufflevector(a, b, p, p + 1, p + 4, p + 5)
-#endif
-template <class Sum>
-MK_INLINE Sum partial_sums(const Sum (&x)[FOUR]) {
-    const Sum first = MK_PAIRED(x[0], x[1], 0, 1) + MK_PAIRED(x[0], x[1], 2, 3);
-    const Sum last = MK_PAIRED(x[2], x[3], 0, 1) + MK_PAIRED(x[2], x[3], 2, 3);
-    return MK_JOINED(first, last, 0) + MK_JOINED(first, last, 2);
-}
 
 // Results of four rows of the matrix with one row of x or, side by side, with several: of integers times scales, or as
 // they are. The same steps for all, so that they round alike.
@@ -211,32 +167,38 @@ MK_INLINE void put_four(const Sum (&sums)[B][FOUR], const Matrix& m, int64_t row
 }
 #endif
 
-// Rows [row, row + count) with one row of x.
-template <class Dot, class Weights>
-MK_INLINE void narrow_alone(
-    const Matrix& m, const Weights& w, int64_t row, int64_t count, const NarrowRow& x, const Results& to) {
+// Rows [row, row + count) with a few rows of x, in the order in which they lie.
+template <class Dot, int B, class Weights>
+MK_INLINE void narrow_in_order(
+    const Matrix& m, const Weights& w, int64_t row, int64_t count, const NarrowRow* const* x, const Results& to) {
     constexpr int TOGETHER = Weights::TOGETHER;
+    typedef typename Dot::Sum Sums[B][TOGETHER];
     const int64_t bytes = stored_bytes(m), whole = bytes / LINE, pairs = whole / 2;
-    typename Dot::Sum sums[FOUR];
+    typename Dot::Sum sums[B][FOUR];
 #pragma GCC unroll 4
     for (int first = 0; first < FOUR; first += TOGETHER) {
-        typename Dot::Sum even[TOGETHER] = {}, odd[TOGETHER] = {};
-        auto meet = MK_BODY(typename Dot::Sum (&sum)[TOGETHER], int64_t line, int64_t part, auto get) {
-            const vi values = load_bytes(x.data + line * LINE + part);
-            for (int r = 0; r < TOGETHER; r++) sum[r] = Dot::add(sum[r], get(first + r), values);
+        Sums even = {}, odd = {};
+        auto meet = MK_BODY(Sums & sum, int64_t at, auto get) {
+            vi weights[TOGETHER];
+            for (int r = 0; r < TOGETHER; r++) weights[r] = get(first + r);
+            for (int b = 0; b < B; b++) {
+                const vi values = load_bytes(x[b]->data + at);
+                for (int r = 0; r < TOGETHER; r++) sum[b][r] = Dot::add(sum[b][r], weights[r], values);
+            }
         };
-        auto meet_line = MK_BODY(typename Dot::Sum (&sum)[TOGETHER], int64_t line) {
+        auto meet_line = MK_BODY(Sums & sum, int64_t line) {
 #pragma GCC unroll 4
             for (int64_t part = 0; part < LINE; part += VECTOR)
-                meet(sum, line, part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+                meet(sum, line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
         };
-        auto meet_rest = MK_BODY(typename Dot::Sum (&sum)[TOGETHER], int64_t line) {
+        auto meet_rest = MK_BODY(Sums & sum, int64_t line) {
             const int64_t rest = bytes - line * LINE;
             int64_t part = 0;
             for (; part + VECTOR <= rest; part += VECTOR)
-                meet(sum, line, part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+                meet(sum, line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
             if (part < rest)
-                meet(sum, line, part, MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
+                meet(sum, line * LINE + part,
+                     MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
         };
         for (int64_t pair = 0; pair < pairs; pair++) {
             for (int r = 0; r < TOGETHER; r++) w.ask(first + r, 2 * pair);
@@ -249,9 +211,11 @@ MK_INLINE void narrow_alone(
             if (whole % 2) meet_rest(odd, whole);
             else meet_rest(even, whole);
         }
-        for (int r = 0; r < TOGETHER; r++) sums[first + r] = even[r] + odd[r];
+        for (int b = 0; b < B; b++)
+            for (int r = 0; r < TOGETHER; r++) sums[b][first + r] = even[b][r] + odd[b][r];
     }
-    put(fold(partial_sums(sums)), m, row, count, x, Dot::OFFSET, to, 0);
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) put(fold(partial_sums(sums[b])), m, row, count, *x[b], Dot::OFFSET, to, b);
 }
 
 // Rows [row, row + count) with B rows of x. `lines` of memory are asked for meanwhile.
@@ -297,18 +261,18 @@ MK_INLINE void narrow_block(
     } else {
         meet_lines(0, 1);
     }
-    int done = 0;
+    int first = 0;
 #if MK_WIDTH == 16
     if constexpr (B >= 4)
         if (count == FOUR) {
             put_four(sums, m, row, x, Dot::OFFSET, to);
-            done = 4;
+            first = 4;
         }
 #endif
     // Unrolled: an index that the compiler does not know would move all sums to memory.
 #pragma GCC unroll 6
     for (int b = 0; b < B; b++) {
-        if (b < done) continue;
+        if (b < first) continue;
         put(fold(partial_sums(sums[b])), m, row, count, *x[b], Dot::OFFSET, to, b);
     }
 }
@@ -326,8 +290,11 @@ static __attribute__((noinline)) void narrow_piece(
         // Rows that are not there repeat the last, and their results are dropped.
         for (int r = 0; r < FOUR; r++)
             w.row[r] += (row - begin + least(r, count - 1)) * weights_at.pitch;
-        if constexpr (B == 1) narrow_alone<Dot>(m, w, row, count, *x[0], to);
-        else narrow_block<Dot, B>(m, w, row, count, x, ahead, lines, to);
+        if (B == 1 || (passes == 1 && B <= Weights::IN_ORDER)) {
+            if constexpr (B <= Weights::IN_ORDER) narrow_in_order<Dot, B>(m, w, row, count, x, to);
+        } else {
+            if constexpr (B > 1) narrow_block<Dot, B>(m, w, row, count, x, ahead, lines, to);
+        }
     }
 }
 

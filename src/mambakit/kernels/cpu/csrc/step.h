@@ -4,6 +4,7 @@
 // threads. Buffers that enter and leave (window, state) may be the same memory.
 #pragma once
 
+#include "lane_sums.h"
 #include "narrow.h"
 #include "rows.h"
 #include "threads.h"
@@ -54,14 +55,12 @@ static const float* fresh_zeros(const bool* reset, int64_t n) {
     return zeros;
 }
 
-// TAPS, where it is not 0, is k: known to the compiler.
-template <int TAPS>
+// The newest output of each channel, before its bias.
 static void weigh_taps(
     int64_t n, int64_t k, const float* weight, const float* window, const float* x, float* __restrict y) {
-    const int64_t taps = TAPS ? TAPS : k;
     for (int64_t v = 0; v < n; v++) {
-        float total = weight[v * taps + taps - 1] * x[v];
-        for (int64_t q = 0; q + 1 < taps; q++) total += weight[v * taps + q] * window[v * taps + q + 1];
+        float total = weight[v * k + k - 1] * x[v];
+        for (int64_t q = 0; q + 1 < k; q++) total += weight[v * k + q] * window[v * k + q + 1];
         y[v] = total;
     }
 }
@@ -73,6 +72,47 @@ static void shift_window(int64_t n, int64_t k, const float* window_in, float* wi
     for (int64_t v = 0; v < n; v++) window_out[v * k + k - 1] = x[v];
 }
 
+// Four taps, W channels at once: of a vector of windows, which are W / 4, each drops its oldest input and appends its own
+// of the W in x, which are those from `first` on. And what four such vectors times their weights add up to, in order.
+#if MK_WIDTH == 16
+#define MK_SHIFTED(window, x, first)                                                                                  \
+    __builtin_shufflevector(window, x, 1, 2, 3, 16 + first, 5, 6, 7, 17 + first, 9, 10, 11, 18 + first, 13, 14, 15, \
+                            19 + first)
+#define MK_IN_ORDER(x) __builtin_shufflevector(x, x, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
+#elif MK_WIDTH == 8
+#define MK_SHIFTED(window, x, first) __builtin_shufflevector(window, x, 1, 2, 3, 8 + first, 5, 6, 7, 9 + first)
+#define MK_IN_ORDER(x) __builtin_shufflevector(x, x, 0, 4, 1, 5, 2, 6, 3, 7)
+#else
+#define MK_SHIFTED(window, x, first) __builtin_shufflevector(window, x, 1, 2, 3, 4 + first)
+#define MK_IN_ORDER(x) (x)
+#endif
+MK_INLINE vf convolve_four_taps(const float* weight, const float* window_in, float* window_out, const float* x) {
+    constexpr int CHANNELS = W / 4;
+    const vf values = load(x);
+    const vf shifted[4] = {MK_SHIFTED(load(window_in), values, 0), MK_SHIFTED(load(window_in + W), values, CHANNELS),
+                           MK_SHIFTED(load(window_in + 2 * W), values, 2 * CHANNELS),
+                           MK_SHIFTED(load(window_in + 3 * W), values, 3 * CHANNELS)};
+    vf products[4];
+    for (int q = 0; q < 4; q++) {
+        store(window_out + q * W, shifted[q]);
+        products[q] = shifted[q] * load(weight + q * W);
+    }
+    return MK_IN_ORDER(partial_sums(products));
+}
+
+// The same of n < W channels: in copies, so that they round alike.
+MK_INLINE vf convolve_four_taps(
+    const float* weight, const float* window_in, float* window_out, const float* x, int64_t n) {
+    if (n == W) return convolve_four_taps(weight, window_in, window_out, x);
+    float whole[9 * W] = {};
+    copy(weight, 4 * n, whole);
+    copy(window_in, 4 * n, whole + 4 * W);
+    copy(x, n, whole + 8 * W);
+    const vf y = convolve_four_taps(whole, whole + 4 * W, whole + 4 * W, whole + 8 * W);
+    copy(whole + 4 * W, 4 * n, window_out);
+    return y;
+}
+
 // y[n] = silu(causal convolution at the newest token) of the n channels from `first` on, and their part of the window
 // [channels][k] after it. `s` has k, conv_weight and conv_bias, which may be null.
 template <class Step>
@@ -81,11 +121,14 @@ static void convolve_token(
     if (n <= 0) return;
     const float *weight = s.conv_weight + first * s.k, *window = window_in + first * s.k;
     x += first;
-    if (s.k == 4) weigh_taps<4>(n, s.k, weight, window, x, y);
-    else weigh_taps<0>(n, s.k, weight, window, x, y);
-    shift_window(n, s.k, window, window_out + first * s.k, x);
-    each_vector(n, [&](int64_t i, int64_t count) {
-        vf total = load_part(y + i, count);
+    float* after = window_out + first * s.k;
+    if (s.k != 4) {
+        weigh_taps(n, s.k, weight, window, x, y);
+        shift_window(n, s.k, window, after, x);
+    }
+    each_vector(n, MK_BODY(int64_t i, int64_t count) {
+        vf total = s.k == 4 ? convolve_four_taps(weight + 4 * i, window + 4 * i, after + 4 * i, x + i, count)
+                            : load_part(y + i, count);
         if (s.conv_bias) total += load_part(s.conv_bias + first + i, count);
         store_part(y + i, vsilu(total), count);
     });
