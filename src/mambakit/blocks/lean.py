@@ -113,12 +113,11 @@ class Lean(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_bsd: Tensor | None, *d_after: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, d_y: Tensor | None, *d_after: Tensor | None) -> Any:  # type: ignore[override]
         call, (x_bsd, *tensors) = ctx.call, ctx.saved_tensors
         carried = dict(zip(call.carried, tensors, strict=False))
         parameters = dict(zip(call.names, tensors[len(carried) :], strict=True))
-        if d_y_bsd is None:
-            d_y_bsd = x_bsd.new_zeros(x_bsd.shape, dtype=ctx.cast)
+        d_y_bsd = x_bsd.new_zeros(x_bsd.shape, dtype=ctx.cast) if d_y is None else d_y
         products_bs1 = None
         if ctx.is_normed:
             if ctx.y is None:
