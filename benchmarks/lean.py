@@ -23,13 +23,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--families", nargs="+", default=["Mamba-2", "Mamba-3", "Mamba-3 MIMO"])
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for threads in options.threads:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         x = torch.randn(1, options.tokens, WIDE["d_model"])
-        blocks = {family: block for family, block in ours(WIDE).items() if family != "Mamba-1"}
+        blocks = {family: block for family, block in ours(WIDE).items() if family in options.families}
         tasks = {
             (family, lean): train_of(block, x, SsdPath(lean=lean))
             for family, block in blocks.items()

@@ -136,9 +136,6 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         Only tokens that `mask_bs` says are there count. `reset_bs` starts afresh before a token; `cu_seqlens` packs
         sequences into a batch of one, and the cache then has a row for each.
         """
-        # Not above: it has to know families, which have to know blocks.
-        from mambakit.blocks.lean import run_lean
-
         check_input(self, x_bsd)
         path = SsdPath.of(path)
         b, s, _ = x_bsd.shape
@@ -167,8 +164,10 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
                 # The cache is now that of the first token, which may be all there is: an ordinary step.
                 ids_bs = None if s == 1 else ids_bs
             with path.around():
-                run = run_lean if not fresh and self.is_lean(x_bsd, path) else type(self).run
-                y_bsd, cache = run(self, x_bsd, cache, path.inside, ids_bs, None, *fresh)
+                if path.lean is not None and not fresh and self.can_be_lean(x_bsd):
+                    y_bsd, cache = lean(self, x_bsd, cache, path.inside, ids_bs, None)
+                else:
+                    y_bsd, cache = self.run(x_bsd, cache, path.inside, ids_bs, None, *fresh)
             return (y_bsd if config.out_scale == 1 else y_bsd * config.out_scale), cache
 
         if mask_bs is not None:
@@ -182,17 +181,19 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         elif entering is not None:
             cache = self.restarted(cache, entering)
         with path.around():
-            run = run_lean if self.is_lean(x_bsd, path) else type(self).run
-            y_rld, cache = run(self, layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
+            laid_out = (layout.gather(x_bsd), cache, path.inside, segments, layout.lengths_r)
+            is_lean = path.lean is not None and self.can_be_lean(x_bsd)
+            y_rld, cache = lean(self, *laid_out) if is_lean else self.run(*laid_out)
         if leaving is not None and edge is None:
             cache = self.restarted(cache, leaving)
         y_rld = y_rld if config.out_scale == 1 else y_rld * config.out_scale
         return layout.scatter(y_rld, b, s), cache
 
-    def is_lean(self, x_bsd: Tensor, path: SsdPath) -> bool:
-        """Whether a call asks for little memory and may get it: there is something to go back through."""
-        asked = path.lean is not None and self.leans and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return asked and x_bsd.numel() > 0 and (x_bsd.requires_grad or any(p.requires_grad for p in self.parameters()))
+    def can_be_lean(self, x_bsd: Tensor) -> bool:
+        """Whether there is something to go back through in little memory."""
+        if not self.leans or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return x_bsd.numel() > 0 and (x_bsd.requires_grad or any(p.requires_grad for p in self.parameters()))
 
     def step(self, x_bd: Tensor, cache: Cache | None = None, *, reset_b: Tensor | None = None) -> tuple[Tensor, Cache]:
         """One token; rows of `reset_b` start afresh before it."""
@@ -220,6 +221,14 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
     def param_groups(self, *, weight_decay: float = 0.1, muon: bool = False) -> list[dict[str, Any]]:
         """Groups of parameters for optimizers; see `blocks/param_groups.py`."""
         return param_groups(self, weight_decay=weight_decay, muon=muon)
+
+
+def lean(block: Any, *call: Any) -> tuple[Tensor, Any]:
+    """`block.run(*call)` in little memory."""
+    # Not above: it has to know families, which have to know blocks.
+    from mambakit.blocks.lean import run_lean
+
+    return run_lean(block, *call)
 
 
 class Layout(NamedTuple):

@@ -21,8 +21,8 @@ from mambakit.ops.boundary import boundary
 from mambakit.ops.shapes import is_autocast
 from mambakit.ops.ssd_path import SsdPath
 
-FORWARD_PIECE = 256
-"""Tokens of a piece on the way forward."""
+LONGEST = 256
+"""Tokens of a piece on the way forward: with more, products are hardly faster."""
 
 
 def run_lean(
@@ -62,6 +62,15 @@ def why_not(block: Any) -> str | None:
     return None
 
 
+def forward_piece(call: Call, x_bsd: Tensor, parameters: dict[str, Tensor]) -> int:
+    """Tokens whose way through the block takes no more than the backward will: the gradients are not there yet."""
+    config, (projected, _) = call.config, parameters["in_proj.weight"].shape
+    lines = 2 * config.nheads * config.ranks * config.state_rank if call.block.lines_per_head else 0
+    alive = len(x_bsd) * (projected + 4 * parameters["out_proj.weight"].shape[1] + lines)
+    numbers = sum(t.numel() for t in parameters.values()) + x_bsd.numel()
+    return min(max(int((1 + (call.path.lean or 0)) * numbers / alive) // 32 * 32, 32), LONGEST)
+
+
 @lru_cache(maxsize=64)
 def kinds(config: Any) -> dict[str, type[nn.Module]]:
     """Of the modules of a block, by their names."""
@@ -81,7 +90,7 @@ class Lean(torch.autograd.Function):
         after: dict[str, list[Tensor]] = {name: [] for name in carried}
         for rows in slabs(b, s):
             cache = call.caches({name: t[rows].detach() for name, t in carried.items()})
-            for piece in call.pieces(s, FORWARD_PIECE):
+            for piece in call.pieces(s, forward_piece(call, x_bsd[rows], parameters)):
                 projected = F.linear(x_bsd[rows, piece], parameters["in_proj.weight"], parameters.get("in_proj.bias"))
                 inner, cache = made.run(projected, cache, call.path, *call.of_rows(rows))
                 if norm is not None:
@@ -104,12 +113,11 @@ class Lean(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_bsd: Tensor | None, *d_after: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, d_y: Tensor | None, *d_after: Tensor | None) -> Any:  # type: ignore[override]
         call, (x_bsd, *tensors) = ctx.call, ctx.saved_tensors
         carried = dict(zip(call.carried, tensors, strict=False))
         parameters = dict(zip(call.names, tensors[len(carried) :], strict=True))
-        if d_y_bsd is None:
-            d_y_bsd = x_bsd.new_zeros(x_bsd.shape, dtype=ctx.cast)
+        d_y_bsd = x_bsd.new_zeros(x_bsd.shape, dtype=ctx.cast) if d_y is None else d_y
         products_bs1 = None
         if ctx.is_normed:
             if ctx.y is None:

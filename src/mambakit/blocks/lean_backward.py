@@ -19,6 +19,9 @@ from mambakit.blocks.shares import Part, Shares, Split
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.team import Team
 
+GRAIN = 0.02
+"""The share of memory that is not worth more steps where what was asked for cannot be had."""
+
 
 def shell(config: Any) -> Any:
     """A block that takes what is projected and returns what is to be; its parameters are to be put in."""
@@ -82,7 +85,9 @@ class Backward:
         numbers = sum(t.numel() for t in parameters.values()) + 2 * x_bsd.numel()
         # An output's gradient and an input's are there at once, of which one stands for the output.
         room = int((call.path.lean or 0) * numbers) - x_bsd.numel()
-        self.size, self.piece, self.keeps = plan(call.config, self.norm is None, *x_bsd.shape[:2], call.is_cut, room)
+        self.size, self.piece, self.keeps = plan(
+            call.config, self.norm is None, *x_bsd.shape[:2], call.is_cut, room, int(GRAIN * numbers) + 1
+        )
         self.splits = shares_of(call.config, Team(None, 0, self.size)).parameters
 
     def zeros(self, name: str, like: Tensor) -> Tensor | None:

@@ -18,11 +18,13 @@ OWN_COLUMNS = 16
 
 
 @lru_cache(maxsize=256)
-def plan(config: Any, is_all: bool, batch: int, length: int, is_cut: bool, room: int) -> tuple[int, int, bool]:
+def plan(
+    config: Any, is_all: bool, batch: int, length: int, is_cut: bool, room: int, grain: int = 1
+) -> tuple[int, int, bool]:
     """How many ranks, tokens of a piece, and whether a rank keeps what it projects for its way back.
 
-    The fewest steps whose work, in numbers, has room, else the smallest work. `is_all` says that all norms are inside
-    of ranks, which then need all that one of them is over.
+    The fewest steps whose work, in numbers, has room, else the smallest work: where that is missed, a `grain` more or
+    less does not count. `is_all` says that all norms are inside of ranks, which then need all that one of them is over.
     """
     family, found = family_of(config), []
     rows = min(batch, max(ROWS // max(length, 1), 1))
@@ -48,7 +50,8 @@ def plan(config: Any, is_all: bool, batch: int, length: int, is_cut: bool, room:
             steps = -(-length // piece)
             for keeps in (True, False) if steps > 1 else (True,):
                 work = rows * (length * 2 * once + (length if keeps else piece) * own + piece * alive + steps * state)
-                found.append((max(work - room, 0), n * steps * (1.0 if keeps else 1.3), -piece, n, keeps))
+                beyond = -(-max(work - room, 0) // grain)
+                found.append((beyond, n * steps * (1.0 if keeps else 1.3), -piece, n, keeps))
     _, _, piece, n, keeps = min(found)
     return n, -piece, keeps
 
