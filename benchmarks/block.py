@@ -3,6 +3,7 @@
 python -m benchmarks.block            both shapes, all peers (about ten minutes)
 python -m benchmarks.block --quick    the small shape only
 python -m benchmarks.block --bfloat16 ours alone, the wide shape: bfloat16 beside float32
+python -m benchmarks.block --bfloat16 --families "Mamba-3 MIMO" --what train    some rows of it
 
 Peers get our weights and their outputs are compared, so that all compute the same. They need the `bench` extra.
 """
@@ -198,14 +199,15 @@ def narrow_tasks(family: str, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure_bfloat16(threads: int, repeats: int) -> list[dict[str, Any]]:
+def measure_bfloat16(threads: int, repeats: int, families: list[str], wanted: list[str]) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
-    rows = []
-    for family in ours(SHAPES["wide"]):
+    rows, kinds = [], [what for what in ("train", "forward") if what in wanted]
+    for family in families:
         for tokens in (512, 2048):
             x = torch.randn(1, tokens, SHAPES["wide"]["d_model"], generator=torch.Generator().manual_seed(0))
             gemms = {f"gemm {dtype}": gemm_task(dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
-            tasks = {name: task for name, (task, _) in gemms.items()} | narrow_tasks(family, x)
+            own = {name: task for name, task in narrow_tasks(family, x).items() if name.split()[0] in kinds}
+            tasks = {name: task for name, (task, _) in gemms.items()} | own
             times = {name: median(seconds) for name, seconds in interleaved(tasks, repeats).items()}
             rates = [flops / times[name] / 1e9 for name, (_, flops) in gemms.items()]
             rows += [
@@ -213,7 +215,7 @@ def measure_bfloat16(threads: int, repeats: int) -> list[dict[str, Any]]:
                     **{"threads": threads, "family": family, "tokens": tokens, "what": what, "products": rates},
                     **{name: 1e3 * times[f"{what} {name}"] for name in ("float32", "bfloat16", "autocast")},
                 }
-                for what in ("train", "forward")
+                for what in kinds
             ]
     return rows
 
@@ -251,9 +253,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure at")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved rounds (median)")
     parser.add_argument("--bfloat16", action="store_true", help="bfloat16 beside float32 instead of other libraries")
+    families = list(ours(SHAPES["small"]))
+    parser.add_argument("--families", nargs="+", choices=families, default=families, help="with --bfloat16: of these")
     arguments = parser.parse_args()
     if arguments.bfloat16:
-        rows = [row for threads in arguments.threads for row in measure_bfloat16(threads, arguments.repeats)]
+        chosen = arguments.repeats, arguments.families, arguments.what
+        rows = [row for threads in arguments.threads for row in measure_bfloat16(threads, *chosen)]
         show_bfloat16(rows)
         print(f"\nwritten to {write_json('block_bfloat16', {'shape': SHAPES['wide'], 'rows': rows}).name}")
         return

@@ -5,6 +5,7 @@ python -m benchmarks.products --family mamba1     another family
 python -m benchmarks.products --what memory       peak memory of loading and decoding, each in a process of its own
 python -m benchmarks.products --what decoding --batches 1 --formats int8    some cells, beside those of float32
 MAMBAKIT_ISA=avx2 python -m benchmarks.products --what prompts --layers 4    a processor with less, and fewer layers
+python -m benchmarks.products --what prompts --threads 1 --cpu-time          on a machine that others use meanwhile
 python -m benchmarks.products --what joined       the tables of all cells that were measured so far
 
 Every run replaces the cells that it measures in one file, so that a table may be made in pieces. Figures are medians,
@@ -18,6 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -92,17 +94,23 @@ def place(folder: Path, family: str, layers: int, format: str) -> Path:
     return folder / f"{family}-{layers}-{format.partition(', states')[0]}"
 
 
-def with_machine(tasks: dict[Any, Callable[[], Any]], repeats: int) -> tuple[dict[Any, float], dict[str, float]]:
+def with_machine(
+    tasks: dict[Any, Callable[[], Any]], repeats: int, clock: Callable[[], float]
+) -> tuple[dict[Any, float], dict[str, float]]:
     """Seconds of each, and the machine's own operations per second in the same rounds."""
     products = machine_tasks()
-    times = interleaved({**{("machine", name): task for name, (task, _) in products.items()}, **tasks}, repeats)
+    both = {**{("machine", name): task for name, (task, _) in products.items()}, **tasks}
+    times = interleaved(both, repeats, clock=clock)
     speeds = {name: products[name][1] / median(times.pop(("machine", name))) for name in products}
     return {key: median(seconds) for key, seconds in times.items()}, speeds
 
 
-def measure_prompt(models: dict[str, LanguageModel], tokens: int, repeats: int) -> list[Cell]:
+def measure_prompt(
+    models: dict[str, LanguageModel], tokens: int, repeats: int, clock: Callable[[], float]
+) -> list[Cell]:
     ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
-    seconds, speeds = with_machine({name: our_prefill(model, ids) for name, model in models.items()}, repeats)
+    tasks: dict[Any, Callable[[], Any]] = {name: our_prefill(model, ids) for name, model in models.items()}
+    seconds, speeds = with_machine(tasks, repeats, clock)
     return [
         {
             "what": "prompts",
@@ -247,8 +255,12 @@ def main() -> None:
         "--repeats", type=int, default=7, help="interleaved rounds (median); three times as many of decoding"
     )
     parser.add_argument("--keep", type=Path, help="a folder for the models, from which the next run takes them")
+    parser.add_argument("--cpu-time", action="store_true", help="of prompts, on one thread: seconds of the processor")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.cpu_time and arguments.threads > 1:
+        parser.error("--cpu-time is that of one thread: --threads 1")
+    clock = time.thread_time if arguments.cpu_time else time.perf_counter
     torch.set_num_threads(arguments.threads)
     if arguments.peak_of:
         peak_of(arguments.peak_of)
@@ -257,7 +269,7 @@ def main() -> None:
     if {"prompts", "decoding"} & {*arguments.what}:
         models = {name: make_model(arguments.family, arguments.layers, name, arguments.keep) for name in formats}
         for tokens in arguments.prompts if "prompts" in arguments.what else ():
-            new += measure_prompt(models, tokens, arguments.repeats)
+            new += measure_prompt(models, tokens, arguments.repeats, clock)
         if "decoding" in arguments.what:
             new += measure_decoding(models, arguments.batches, 3 * arguments.repeats)
     if "memory" in arguments.what:

@@ -15,7 +15,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 
 
-def interleaved(tasks: dict[Any, Callable[[], Any]], repeats: int, seconds: float = 20.0) -> dict[Any, list[float]]:
+def interleaved(
+    tasks: dict[Any, Callable[[], Any]],
+    repeats: int,
+    seconds: float = 20.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Any, list[float]]:
     """Seconds of every task, in rounds that run each once: noise hits all of them alike.
 
     The first round warms up and is not counted. A task that has used up `seconds` sits out the rest, but has one count.
@@ -27,9 +32,9 @@ def interleaved(tasks: dict[Any, Callable[[], Any]], repeats: int, seconds: floa
             if spent[name] > seconds and times[name]:
                 continue
             progress(f"round {turn}/{repeats}, {done + 1} of {len(tasks)}: {name}")
-            start = time.perf_counter()
+            start = clock()
             task()
-            took = time.perf_counter() - start
+            took = clock() - start
             spent[name] += took
             # What took long needed no warming up, and is too slow to run twice for nothing.
             if turn or took > seconds / 2:

@@ -21,7 +21,7 @@ def about() -> dict[str, Any]:
 
 
 def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Many rounded rows on an Arm processor without the instructions for them: torch may know faster float32 products."""
+    """Many rounded rows on Arm without the instructions for them: torch may know faster float32 products."""
     if operation != "few_rows":
         return None
     # Here, because operations import kernels.

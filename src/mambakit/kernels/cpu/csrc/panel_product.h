@@ -218,6 +218,57 @@ static void multiply_panels(
     }
 }
 
+// Rows `row` and `row + 1`, or `row` alone, with B rows of x from `b` on. All are floats, `wide` of them, whole vectors.
+template <int B>
+static void float_block(
+    const Matrix& m, const float* weights, int64_t row, int64_t count, const float* x, int64_t wide, int64_t b,
+    const Results& to) {
+    const float *first = weights, *second = weights + (count - 1) * wide;
+    vf sums[2][B] = {};
+    for (int64_t k = 0; k < wide; k += W) {
+        const vf one = load(first + k), other = load(second + k);
+#pragma GCC unroll 16
+        for (int i = 0; i < B; i++) {
+            const vf part = load(x + (b + i) * wide + k);
+            sums[0][i] += one * part;
+            sums[1][i] += other * part;
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < B; i++)
+#pragma GCC unroll 2
+        for (int r = 0; r < 2; r++) {
+            if (r >= count) break;
+            float* y = to.y + (b + i) * to.stride + row + r;
+            const float value = (sum(sums[r][i]) + (m.bias ? m.bias[row + r] : 0.0f)) * to.scale;
+            *y = to.add ? *y + value : value;
+        }
+}
+
+// Rows [begin, end) of a product of bfloat16, as floats, rows with rows: vectors of four are filled faster with four numbers
+// of a row of x than with one of them four times.
+static void multiply_floats(
+    const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to) {
+    const int64_t wide = round_up(m.columns, LINE / 4);
+    float* rows = scratch<PRODUCT_WIDENED>(batch * wide);
+    for (int64_t b = 0; b < batch; b++) widen((const uint16_t*)narrow_at(m, x, b)->data, rows + b * wide, wide);
+    float* weights = scratch<PRODUCT_DECODED>(NEAR_ROWS * wide);
+    clear(weights, NEAR_ROWS * wide);
+    for (int64_t row = begin; row < end; row += NEAR_ROWS) {
+        const int64_t near = least(NEAR_ROWS, end - row);
+        for (int64_t r = 0; r < near; r++)
+            widen((const uint16_t*)m.weight + (row + r) * m.columns, weights + r * wide, m.columns);
+        auto meet = MK_BODY(auto inputs, int64_t b) {
+            for (int64_t r = 0; r < near; r += 2)
+                float_block<decltype(inputs)::value>(
+                    m, weights + r * wide, row + r, least(2, near - r), rows, wide, b, to);
+        };
+        int64_t b = 0;
+        for (; b + PANEL_INPUTS <= batch; b += PANEL_INPUTS) meet(Count<PANEL_INPUTS>(), b);
+        for (; b < batch; b++) meet(Count<1>(), b);
+    }
+}
+
 // By turned weights where that pays: for integers whoever asks, for bfloat16 if sums may be in another order.
 static void multiply_many(
     const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to, bool any_order) {
@@ -230,8 +281,9 @@ static void multiply_many(
         const NarrowRow* rows = narrow_at(m, x, first);
         const int64_t count = least(batch - first, WIDENED_ROWS);
         const Results part = {to.y + first * to.stride, to.stride, to.add, to.scale};
-        if (bfloat16) multiply_panels<FloatDot>(m, begin, end, rows, count, part);
-        else multiply_panels<Int16Dot>(m, begin, end, rows, count, part);
+        if (!bfloat16) multiply_panels<Int16Dot>(m, begin, end, rows, count, part);
+        else if constexpr (W == 4) multiply_floats(m, begin, end, rows, count, part);
+        else multiply_panels<FloatDot>(m, begin, end, rows, count, part);
     }
 }
 
