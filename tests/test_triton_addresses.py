@@ -4,6 +4,7 @@ A program runs in the interpreter with pointers into nothing; what it would load
 looked at and forgotten. Sizes are beyond 2^31 elements, where offsets in 32 bits turn negative.
 """
 
+import dataclasses
 import importlib
 import random
 
@@ -119,6 +120,7 @@ def run_some(call: Launch, monkeypatch: pytest.MonkeyPatch) -> int:
         patch.setattr(
             type(builder), "create_masked_store", lambda self, pointers, value, mask, *_: look(pointers, mask)
         )
+        patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=True))
         patch.setattr(builder, "set_grid_dim", lambda *_: set_dim(call.programs, 1, 1))
         patch.setattr(builder, "set_grid_idx", lambda x, y, z: set_idx(pids[x], y, z))
         function(call.kernel)[(len(pids),)](*arguments, **call.sizes)

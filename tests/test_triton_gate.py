@@ -69,7 +69,7 @@ def test_a_row_is_about_its_kernels(monkeypatch, tmp_path):
 
 @compiles
 def test_a_thread_reads_its_own_states(tmp_path, monkeypatch):
-    """Mamba-1's backward keeps states in memory between two loops; on AMD a barrier does not wait until they are there."""
+    """Mamba-1's backward keeps states in memory between two loops; on AMD a barrier does not wait for stores."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shape = next(s for s in shapes(torch.bfloat16) if s.name == "selective_scan 16, backward")
     code = gate.compile_for("gfx942", shape.launches[-1]).asm["ttgir"]

@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from blocks import make_block, random_cache, tokens
 from cases import INTERPRETED
-from mambakit.kernels.triton import backend, prove, tiles
+from mambakit.kernels.triton import backend, fused_step, mamba3_prepare, norm, prove, selective_scan, ssd, tiles
+from mambakit.kernels.triton import causal_conv as causal_conv_kernels
 from mambakit.ops.causal_conv import CAUSAL_CONV, causal_conv
-from mambakit.ops.operation import explain
+from mambakit.ops.operation import OPERATIONS, explain
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the processes of test_triton_interpreter.py")
 CPU = torch.device("cpu")
@@ -89,7 +91,7 @@ def test_a_verdict_is_kept_until_something_changes(monkeypatch):
     for _ in range(2):
         assert prove.findings("causal_conv", CPU, torch.float32) == [finding]
     assert len(measured) == 1
-    monkeypatch.setattr(prove, "source_hash", lambda files: "other sources")
+    monkeypatch.setattr(prove, "source_hash", lambda: "other sources")
     prove.findings("causal_conv", CPU, torch.float32)
     assert len(measured) == 2
     monkeypatch.setattr(prove.importlib.metadata, "version", lambda name: "another Triton")
@@ -172,6 +174,32 @@ def test_a_captured_graph_uses_what_was_proved_before(monkeypatch):
     prove.findings("causal_conv", CPU, torch.float32)
     capturing = True
     assert backend.verdict("causal_conv", "cpu", torch.float32) is None
+
+
+def test_what_the_gate_refuses_goes_to_torch(monkeypatch):
+    """Every operation of blocks and of their steps, with the gate's reason; by name it is an error."""
+    for module in (causal_conv_kernels, fused_step, mamba3_prepare, norm, selective_scan, ssd):
+        monkeypatch.setattr(module, "why_refused", lambda shape, dtype, device: f"refused {shape}")
+    ours = {name: operation for name, operation in OPERATIONS.items() if "triton" in operation.kernels}
+    for operation in ours.values():
+        monkeypatch.delitem(operation.kernels, "cpu", raising=False)
+    choices = []
+    for name in ("mamba1", "mamba2", "mamba3-mimo"):
+        block = make_block(name, torch.float32)
+        x_bsd, cache = tokens(block, 2, 5), random_cache(block, 2)
+        choices += explain(block, x_bsd, cache)
+        with torch.no_grad():
+            choices += explain(block.step, x_bsd[:, 0], cache)
+    found = {choice.operation: choice for choice in choices if choice.operation in ours}
+    # The step whose first half is refused is not begun.
+    assert found.keys() == ours.keys() - {"mamba1_step_conv"}
+    for choice in found.values():
+        assert choice.ran == "torch"
+        assert choice.passed_over["triton"].startswith("refused ")
+    with pytest.raises(
+        ValueError, match=r'"triton" cannot run causal_conv: refused causal_conv; "auto" and "torch" run'
+    ):
+        causal_conv(*inputs(), backend="triton")
 
 
 @pytest.mark.parametrize("operation", [*prove.STEPS, "finish", "mamba3_prepare"])

@@ -58,14 +58,14 @@ def launch(kernel: str, programs: int, *arguments: Any, warps: int = 4, stages: 
     """Start `programs` programs of a kernel on the device of its first tensor; none is no launch."""
     if programs == 0:
         return
-    tensor, *others = (argument for argument in arguments if isinstance(argument, Tensor))
-    if any(other.device != tensor.device for other in others):
-        places = sorted({str(each.device) for each in (tensor, *others)})
-        raise ValueError(f"{kernel} got tensors on {' and '.join(places)}: move them to one device")
     if programs > most_programs(warps):
         raise ValueError(
             f"{kernel} would be {programs} programs, at most {most_programs(warps)} fit: use smaller parts"
         )
+    tensor, *others = (argument for argument in arguments if isinstance(argument, Tensor))
+    if any(other.device != tensor.device for other in others):
+        places = sorted({str(each.device) for each in (tensor, *others)})
+        raise ValueError(f"{kernel} got tensors on {' and '.join(places)}: move them to one device")
     if _records:
         _records[-1].append(Launch(kernel, programs, arguments, sizes, warps, stages))
         return

@@ -249,7 +249,7 @@ def measure_step(operation: str, device: torch.device) -> Finding:
 def verdict_file(device: torch.device) -> Path:
     """Another device, Triton or kernel has another file, so that no verdict outlives what it was about."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    about = (name, torch.__version__, importlib.metadata.version("triton"), source_hash("**/*.py"))
+    about = (name, torch.__version__, importlib.metadata.version("triton"), source_hash())
     return cache_folder() / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.json"
 
 

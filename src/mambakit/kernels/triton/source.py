@@ -10,9 +10,9 @@ PACKAGE = "mambakit.kernels.triton.code."
 
 
 @cache
-def source_hash(files: str = "code/*.py") -> str:
-    """Of all kernels; with `"**/*.py"` also of the code that starts them: whatever changes, is new."""
-    return hashed(*(file.read_text("utf-8") for file in sorted(HERE.glob(files))))
+def source_hash() -> str:
+    """Of all kernels and of the code that starts them: whatever changes, is new."""
+    return hashed(*(file.read_text("utf-8") for file in sorted(HERE.glob("**/*.py"))))
 
 
 @cache

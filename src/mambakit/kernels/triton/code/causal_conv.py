@@ -3,7 +3,7 @@
 
 Inputs are counted from the first token on; those before it, down to -K, are the window `bvk`. x is `bsv` with any
 strides but that of channels; `start` is the first channel of this part, which has WIDTH of the V. The stride of rows,
-`x_b`, depends on the length: it is given in UNITs, so that places known to be even are read in wide pieces all the same.
+`x_b`, depends on the length: it is given in UNITs, so that places known to be even are read in wide pieces.
 """
 
 import triton
