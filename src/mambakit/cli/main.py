@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 from mambakit import __version__
+from mambakit.cli.errors import say
 
 
 class Entry(NamedTuple):
@@ -72,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(word in str(error) for word in OUT_OF_MEMORY):
             raise
-        name = "mambakit" if entry is None else f"mambakit {entry.name}"
-        print(f"{name}: {one_line(str(error)) or 'not enough memory'}", file=sys.stderr)
+        say("mambakit" if entry is None else f"mambakit {entry.name}", error)
         return 2
     return 0
 
@@ -95,12 +95,6 @@ def parse(argv: Sequence[str], entry: Entry | None, verb: Verb | None) -> argpar
             options.epilog = f"example:\n  {verb.EXAMPLE}"
             verb.add_arguments(options)
     return parser.parse_args(argv)
-
-
-def one_line(text: str) -> str:
-    """Whatever a file made an error say: no line breaks, and nothing that a terminal would obey."""
-    text = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 if __name__ == "__main__":
