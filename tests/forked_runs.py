@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,14 @@ from shutil import copytree, rmtree
 from typing import Any
 
 import torch
+import torch._dynamo  # an optimizer's first step imports it, which each child would do by itself
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from blocks import FAMILIES, make_block, tensors_of, tokens
 from compare import check
 from mambakit import generate
+from mambakit.cli import train as command
 from mambakit.cli.main import main
 from mambakit.parallel.pieces import pieces_of
 from mambakit.text.tokens import Bytes
@@ -36,32 +37,12 @@ from mambakit.training.processes import Ranks, whole
 from mambakit.training.run import Keep, train
 from mambakit.training.run_checkpoints import RunCheckpoints
 from mambakit.training.saving import Saving
-from trainer_cases import Silent, losses, make_documents, make_model, make_trainer
+from ranks import forked, outcome
+from trainer_cases import REFUSED, Silent, losses, make_documents, make_model, make_trainer
 
 KILLS = 20
 KILLS_OF_RANKS = int(os.environ.get("KILLS", "4"))
 KILLED = {"steps": 40, "save_every": 3, "evaluate_every": 10, "optimizer": "muon"}
-
-
-def forked(work: Callable[[], None]) -> int:
-    """The process id of a child that does this and nothing else."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def outcome(child: int) -> int:
-    """The exit code, or minus the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def run(folder: Path, **changed) -> None:
@@ -213,33 +194,96 @@ MESHES = (
 )
 
 
-def resumes(folder: Path) -> None:
-    """`mambakit train` as torchrun starts it, stopped and resumed on other numbers of ranks and other meshes."""
+SIZES = ["--d-model=16", "--layers=M2 M3", "--state-rank=8", "--head-dim=8", "--batch=4", "--seq-len=16"]
+SIZES += ["--warmup=2", "--schedule=constant", "--held-out=0.2", "--no-tensorboard", "--save-every=2"]
+
+
+def write_data(folder: Path) -> Path:
     data = folder / "data"
     data.mkdir()
     for name, content in make_documents():
         (data / name).write_bytes(content)
-    sizes = ["--d-model=16", "--layers=M2 M3", "--state-rank=8", "--head-dim=8", "--batch=4", "--seq-len=16"]
-    sizes += ["--warmup=2", "--schedule=constant", "--held-out=0.2", "--no-tensorboard", "--save-every=2"]
+    return data
 
-    def command(out: Path, steps: int, world: int, *options: str) -> None:
-        given = ["--resume"] if out.exists() else [str(data), *sizes]
-        arguments = ["train", *given, "--out", str(out), f"--steps={steps}", *options]
 
-        def one(rank: int) -> None:
-            with open(folder / f"{out.name}-{steps}-{rank}.txt", "w") as said:
-                os.dup2(said.fileno(), 1)
-                os.dup2(said.fileno(), 2)
-            assert main(arguments) == 0
+def commands(world: int, said: Path, arguments: list[str], before: Callable[[], None] = lambda: None) -> list[int]:
+    """`mambakit` as torchrun starts it on so many ranks: their exit codes. What rank N says is in `said`-N."""
 
-        codes = [outcome(child) for child in start_ranks(world, one)]
-        assert codes == [0] * world, (folder / f"{out.name}-{steps}-0.txt").read_text()
+    def one(rank: int) -> None:
+        with open(f"{said}-{rank}", "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        before()
+        sys.exit(main(arguments))
 
-    for optimizer in ("adamw", "muon"):
-        command(folder / f"whole-{optimizer}", 4 * len(MESHES), 1, f"--optimizer={optimizer}")
-        out = folder / f"resumed-{optimizer}"
+    return [outcome(child) for child in start_ranks(world, lambda rank: ended(lambda: one(rank)))]
+
+
+def ended(work: Callable[[], None]) -> None:
+    """With its own exit code."""
+    try:
+        work()
+    except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(end.code or 0))
+
+
+def resumes(folder: Path) -> None:
+    """`mambakit train` stopped and resumed on other numbers of ranks and other meshes; and once on the least noise."""
+    data = write_data(folder)
+
+    def run_to(out: Path, steps: int, world: int, *options: str, before: Callable[[], None]) -> None:
+        given = ["--resume"] if out.exists() else [str(data), *SIZES]
+        said = folder / f"{out.name}-{steps}"
+        codes = commands(world, said, ["train", *given, "--out", str(out), f"--steps={steps}", *options], before)
+        assert codes == [0] * world, Path(f"{said}-0").read_text()
+
+    def exactly() -> None:
+        torch.set_default_dtype(torch.float64)
+
+    steps = 4 * len(MESHES)
+    for optimizer, name, before in (
+        ("adamw", "adamw", lambda: None),
+        ("muon", "muon", lambda: None),
+        ("adamw", "adamw-exact", exactly),
+        ("muon", "muon-exact", exactly),
+    ):
+        run_to(folder / f"whole-{name}", steps, 1, f"--optimizer={optimizer}", before=before)
+        out = folder / f"resumed-{name}"
         for i, (world, options) in enumerate(MESHES):
-            command(out, 4 * (i + 1), world, *options, *(() if out.exists() else (f"--optimizer={optimizer}",)))
+            chosen = () if out.exists() else (f"--optimizer={optimizer}",)
+            run_to(out, 4 * (i + 1), world, *options, *chosen, before=before)
+    run_to(folder / "nudged-muon", steps, 1, "--optimizer=muon", before=nudge)
+
+
+def nudge() -> None:
+    """Runs of this process begin with weights that are off by a rounding."""
+    begin = command.begin
+
+    def nudged(*given: Any) -> Any:
+        start = begin(*given)
+        with torch.no_grad():
+            for parameter in start.model.parameters():
+                parameter.mul_(1 + 1e-7)
+        return start
+
+    command.begin = nudged
+
+
+def refused(folder: Path) -> None:
+    """What four ranks say to each of these, all together, and what is left."""
+    data = write_data(folder)
+    for i, (options, _) in enumerate(REFUSED):
+        out, said = folder / f"run-{i}", folder / f"said-{i}"
+        codes = commands(4, said, ["train", str(data), *SIZES, "--out", str(out), *options])
+        print(codes, out.exists(), *(Path(f"{said}-{rank}").read_text().strip() for rank in range(4)), sep="|")
+    out, said = folder / "run", folder / "said"
+    shared = ["--tensor-parallel=2", "--parallel=fsdp", "--steps=2"]
+    assert commands(4, said, ["train", str(data), *SIZES, "--out", str(out), *shared]) == [0] * 4
+    for options in (["--d-model=32"], ["--optimizer=muon"], ["--steps=1"], ["--tensor-parallel=4", "--batch=2"]):
+        codes = commands(4, said, ["train", "--resume", "--out", str(out), *options])
+        print(codes, out.exists(), *(Path(f"{said}-{rank}").read_text().strip() for rank in range(4)), sep="|")
 
 
 def deaths(_: Path) -> None:
@@ -470,6 +514,7 @@ if __name__ == "__main__":
         "memory": memory,
         "rank_kills": rank_kills,
         "resumes": resumes,
+        "refused": refused,
         "deaths": deaths,
         "aside": aside,
     }[sys.argv[1]](Path(sys.argv[2]))

@@ -1,18 +1,25 @@
 """Sequences split over ranks: outputs, caches and gradients are those of one rank."""
 
 import copy
+import functools
 import itertools
 import math
+import os
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 import mambakit as mk
 from mambakit.blocks.moe import balance_loss
+from mambakit.compat.auto import MambakitForCausalLM
 from mambakit.ops.boundary import Boundary, next_labels
 from ranks import LENGTH, TIGHT, close, leaves, loss_of, on_ranks, options, positions, random, seeded
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
 
 D = 8
 
@@ -67,20 +74,41 @@ def pathway(stack, name, batch):
     return tuple(part.with_pathway("double") for part in stack.fresh_cache(batch)) if "double" in name else None
 
 
-def compare(name, kind, lengths, mesh, *, dtype=torch.float64, tolerance=TIGHT, change=lambda stack: None):
+class Expected(NamedTuple):
+    """Of one rank."""
+
+    stack: mk.Stack
+    """With its gradients."""
+    x: Tensor
+    z: Tensor
+    cache: Any
+
+
+@functools.cache
+def expected(name, kind, dtype=torch.float64):
     """A stack called twice, the second time with the cache of the first, and gradients through both calls."""
-    what, rank = f"{name}, {kind or 'plain'}, {lengths}", mesh.get_local_rank()
-    whole = made(name, dtype)
-    change(whole)
-    shared = mk.parallel.context_parallel(copy.deepcopy(whole), mesh)
-    batch = 1 if "packed" in kind else 2
-    given = options(kind)
+    stack = made(name, dtype)
+    x, _, given, rows = inputs(kind, dtype)
+    y, carried = stack(x.requires_grad_(), pathway(stack, name, rows), **given)
+    z, carried = stack(y, carried, **given)
+    loss_of(z, carried, inputs(kind, dtype)[1]).backward()
+    return Expected(stack, x, z.detach(), carried)
+
+
+def inputs(kind, dtype):
+    batch, given = (1 if "packed" in kind else 2), options(kind)
     rows = len(given["cu_seqlens"]) - 1 if "packed" in kind else batch
-    x = random(batch, LENGTH, D, key=(1,), dtype=dtype).requires_grad_()
-    weight = random(batch, LENGTH, D, key=(2,), dtype=dtype)
-    y, cache = whole(x, pathway(whole, name, rows), **given)
-    z, cache = whole(y, cache, **given)
-    loss_of(z, cache, weight).backward()
+    x, weight = (random(batch, LENGTH, D, key=(key,), dtype=dtype) for key in (1, 2))
+    return x, weight, given, rows
+
+
+def compare(name, kind, lengths, mesh, *, dtype=torch.float64, tolerance=TIGHT, change=lambda stack: None):
+    """The same on this rank's share."""
+    what, rank = f"{name}, {kind or 'plain'}, {lengths}", mesh.get_local_rank()
+    whole, x, z, cache = expected(name, kind, dtype)
+    shared = mk.parallel.context_parallel(made(name, dtype), mesh)
+    change(shared)
+    _, weight, given, rows = inputs(kind, dtype)
     own = {n: flag if n == "cu_seqlens" else cut(flag, lengths, rank) for n, flag in given.items()}
     mine = cut(x.detach(), lengths, rank).clone().requires_grad_()
     y_own, cache_own = shared(mine, pathway(shared, name, rows), **own)
@@ -97,14 +125,25 @@ def compare(name, kind, lengths, mesh, *, dtype=torch.float64, tolerance=TIGHT, 
     assert not torch.isnan(z_own).any()
 
 
-def every_family(mesh):
+def cases(ranks):
+    """Over the stacks, every kind of call with all of the shares."""
     kinds = itertools.cycle(("", "reset", "mask", "mask and reset", "packed", "packed with mask and reset"))
-    shares = itertools.cycle(SHARES[mesh.size()])
+    shares = itertools.cycle(SHARES[ranks])
     for name in STACKS:
-        for _ in range(8 // mesh.size()):
-            compare(name, next(kinds), next(shares), mesh)
-        # Over the stacks, every kind of call with all of the shares.
+        for _ in range(8 // ranks):
+            yield name, next(kinds), next(shares)
         next(kinds)
+
+
+def before(ranks):
+    """What one rank gives is computed once, and not by every rank."""
+    for name, kind, _ in cases(ranks):
+        expected(name, kind)
+
+
+def every_family(mesh):
+    for name, kind, shares in cases(mesh.size()):
+        compare(name, kind, shares, mesh)
 
 
 def in_single_precision(mesh):
@@ -207,6 +246,39 @@ def labels_of_next(mesh):
         assert int(count) == int((wanted != -100).sum())
 
 
+def labels_of_transformers(mesh):
+    """Through the wrapper: the ranks' losses add up to that of the whole sequence, and so do gradients.
+
+    To the digits of float32, in which transformers computes losses.
+    """
+    torch.manual_seed(3)
+    model = mk.LanguageModel(mk.ModelConfig(block=MAMBA3, n_layer=1, vocab_size=11), dtype=torch.float64)
+    whole = MambakitForCausalLM.wrap(model)
+    ids, labels = (torch.randint(11, (2, LENGTH), generator=seeded(key)) for key in (4, 6))
+    labels[0, 5] = -100
+    wanted = whole(ids, labels=labels).loss
+    plain = F.cross_entropy(whole(ids).logits[:, :-1].mT, labels[:, 1:])
+    close("one rank", wanted, plain, 1e-6)
+    wanted.backward()
+    for lengths in SHARES[mesh.size()]:
+        shared = mk.parallel.context_parallel(copy.deepcopy(whole), mesh)
+        shared.zero_grad()
+        own, its = (cut(tensor, lengths, mesh.get_local_rank()) for tensor in (ids, labels))
+        loss = shared(own, labels=its).loss
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        close(f"{lengths}: loss", total, wanted, 1e-6)
+        for (n, got), (_, one) in zip(shared.named_parameters(), whole.named_parameters(), strict=True):
+            close(f"{lengths}: {n}", got.grad, one.grad, 1e-5)
+    shared = copy.deepcopy(whole)
+    mk.parallel.context_parallel(shared.language_model.backbone, mesh)
+    with pytest.raises(ValueError, match="call it with the MambakitForCausalLM itself"):
+        shared(ids, labels=labels)
+    with mk.parallel.whole_sequences():
+        close("whole", shared(ids, labels=labels).loss, wanted, 1e-6)
+
+
 def sent(mesh, name, length):
     """Bytes that a rank hands to collectives in a forward and a backward pass."""
     counted = []
@@ -256,16 +328,22 @@ def kept(stack, length):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stack(random(1, length, D, key=(1,)))
+        stack(random(1, length, D, key=(1,), dtype=next(stack.parameters()).dtype))
     return sum(size for size, _ in found.values())
 
 
 def bytes_kept(mesh):
-    """What grows with the sequence is divided: of 256 tokens, at most 0.6 on each of two ranks."""
-    for name in ("mamba1", "mamba2", "mamba3", "mimo", "quaternion"):
-        whole = kept(made(name), 256)
-        share = kept(mk.parallel.context_parallel(made(name), mesh), 256 // mesh.size())
-        assert share <= (0.1 + 1 / mesh.size()) * whole, f"{name}: {share / whole:.2f}"
+    """What grows with the sequence is divided: of 256 tokens, at most 0.6 on each of two ranks.
+
+    Mamba-1 keeps next to nothing else, with kernels as without.
+    """
+    for name, dtype in itertools.product(
+        ("mamba1", "mamba2", "mamba3", "mimo", "quaternion"), (torch.float64, torch.float32)
+    ):
+        whole = kept(made(name, dtype), 256)
+        share = kept(mk.parallel.context_parallel(made(name, dtype), mesh), 256 // mesh.size())
+        beyond = 0.06 if name == "mamba1" else 0.1
+        assert share <= (beyond + 1 / mesh.size()) * whole, f"{name}, {dtype}: {share / whole:.3f}"
 
 
 def refusals(mesh):
@@ -310,6 +388,7 @@ def test_ranks(ranks, tmp_path):
         accumulated,
         of_tokens,
         labels_of_next,
+        labels_of_transformers,
         bytes_sent,
         bytes_kept,
         refusals,

@@ -15,6 +15,20 @@ from mambakit.training.settings import TrainSettings
 
 TINY = {"steps": 12, "batch": 4, "seq_len": 16, "lr": 0.01, "warmup": 3, "evaluate_every": 6, "save_every": 4}
 
+REFUSED = (
+    (("--context-parallel=3",), "4 processes cannot be divided into groups of 3 that share sequences"),
+    (("--context-parallel=2", "--tensor-parallel=4"), "groups of 8 that share sequences and heads"),
+    (("--tensor-parallel=4", "--head-dim=16"), "nheads = 2 in Mamba2Config cannot be divided among 4"),
+    (("--tensor-parallel=4", "--layers=F", "--mlp=6"), "d_hidden = 6 in MLPConfig cannot be divided among 4"),
+    (("--context-parallel=2", "--seq-len=15"), "seq_len = 15 tokens of a row cannot be divided among 2 ranks"),
+    (("--batch=2",), "batch = 2 rows cannot be divided among 4 ranks"),
+    (("--batch=6", "--context-parallel=2", "--accumulate=2"), "make it a multiple of 4"),
+    (("--context-parallel=2", "--segment-len=4"), "leave out --segment-len or --context-parallel"),
+    (("--parallel=fsdp", "--optimizer=muon", "--lora=2"), "--lora says how to fine-tune, and --init MODEL says what"),
+    (("--resume",), "holds no run to resume"),
+)
+"""Options that four ranks cannot run with, and what is said then."""
+
 
 def make_documents(count: int = 30) -> list[Document]:
     words = [b"scan", b"state", b"gate", b"read", b"write"]

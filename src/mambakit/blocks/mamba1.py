@@ -17,7 +17,7 @@ from mambakit.ops.activations import softplus
 from mambakit.ops.boundary import boundary, linked, pass_state
 from mambakit.ops.fused_step import MAMBA1_STEP, MAMBA1_STEP_CONV, is_step, take_step
 from mambakit.ops.norm import rms_norm
-from mambakit.ops.selective_scan import selective_scan
+from mambakit.ops.selective_scan import SELECTIVE_SCAN, selective_scan
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.team import Team
 
@@ -188,16 +188,22 @@ class Mamba1(rows.Block[Mamba1Config, Mamba1Cache]):
         )
         dt_bsR, b_bsr, c_bsr = self.norm_dt_b_c(self.x_proj(x_bsi)).split((self.config.dt_width, r, r), dim=-1)
         dt_bsi = self.dt_proj(dt_bsR)
+        a_ir = -torch.exp(self.A_log.to(torch.promote_types(dt_bsi.dtype, torch.float32)))
         # What hides padding is a step size of zero, which no softplus gives.
-        softplus_inside = lengths_b is None and edge is None
+        softplus_inside = lengths_b is None
+        if softplus_inside and edge is not None:
+            # Of the two scans, each would keep its own, but for kernels, which keep none.
+            scanned = x_bsi, dt_bsi, a_ir, b_bsr[:, :, None], c_bsr[:, :, None], cache.ssm_bir
+            softplus_inside = SELECTIVE_SCAN.offer(*scanned) is not None
         if not softplus_inside:
             dt_bsi = rows.hide_padding(softplus(dt_bsi), lengths_b)
-        a_ir = -torch.exp(self.A_log.to(torch.promote_types(dt_bsi.dtype, torch.float32)))
         inputs = (x_bsi, dt_bsi, a_ir, b_bsr[:, :, None], c_bsr[:, :, None])
         entering_bir, last_bir = cache.ssm_bir, None
         if edge is not None:
-            _, written_bir = selective_scan(*inputs, torch.zeros_like(cache.ssm_bir), segments_bs=segments_bs)
-            decay_bir = torch.exp(a_ir * dt_bsi.sum(1)[..., None])
+            none_bir = torch.zeros_like(cache.ssm_bir)
+            _, written_bir = selective_scan(*inputs, none_bir, dt_softplus=softplus_inside, segments_bs=segments_bs)
+            sum_bi = (softplus(dt_bsi) if softplus_inside else dt_bsi).sum(1)
+            decay_bir = torch.exp(a_ir * sum_bi[..., None])
             decay_bir = decay_bir.masked_fill(edge.facts.is_cut_jb[edge.rank][:, None, None], 0)
             entering_bir, last_bir = pass_state(
                 edge, written_bir, decay_bir, cache.ssm_bir, lambda: self.fresh_cache(1).ssm_bir

@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol, cast
 
 from mambakit import __version__
+from mambakit.cli.errors import say
 
 
 class Entry(NamedTuple):
@@ -73,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(word in str(error) for word in OUT_OF_MEMORY):
             raise
-        name = "mambakit" if entry is None else f"mambakit {entry.name}"
-        print(f"{name}: {one_line(str(error)) or 'not enough memory'}", file=sys.stderr)
+        say("mambakit" if entry is None else f"mambakit {entry.name}", error)
         return 2
     return 0
 
@@ -99,12 +99,6 @@ def parse(argv: Sequence[str], entry: Entry | None, verb: Verb | None) -> argpar
         if word.startswith("--") and word.endswith("=--"):  # argparse would make an empty list of it
             raise ValueError(f"{word}: two dashes by themselves are no value; they end the options")
     return parser.parse_args(argv)
-
-
-def one_line(text: str) -> str:
-    """Whatever a file made an error say: no line breaks, and nothing that a terminal would obey."""
-    text = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 if __name__ == "__main__":

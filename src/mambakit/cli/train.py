@@ -9,6 +9,7 @@ from typing import Any
 
 from mambakit.checkpoints.files import ADAPTER, MODEL
 from mambakit.cli.base_model import begin
+from mambakit.cli.errors import say
 from mambakit.cli.progress import All, TensorBoard, progress
 from mambakit.cli.run_options import (
     CHANGEABLE,
@@ -70,14 +71,23 @@ def run(args: argparse.Namespace) -> None:
         if given.get(name) and Path(given[name]).exists():  # else a name on the hub
             given[name] = str(Path(given[name]).resolve())
     out, data = Path(args.out), [str(Path(path).resolve()) for path in args.data]
-    ranks = Ranks(args.parallel, args.device, args.context_parallel, args.tensor_parallel)
+    ranks = Ranks(args.parallel, args.device)
     try:
+        # Once all ranks know each other, so that one can speak for them.
+        ranks.arrange(args.context_parallel, args.tensor_parallel)
         with alone_in(out, ranks):
             again = args.resume or (ranks.restarted and holds_run(out))
             options, notes = resumed(out, given, data) if again else (begun(out, given, data), [])
             # All ranks have read what is there before the first one writes.
             ranks.gather(None)
             final, held_out = start(options, out, ranks, given, notes)
+    except (ValueError, OSError, ImportError) as error:
+        if ranks.world == 1:
+            raise
+        if ranks.speaks(str(error)):
+            # At once: torchrun ends all ranks when the first has ended.
+            say("mambakit train", error)
+        raise SystemExit(2) from error
     finally:
         ranks.close()
     if not ranks.is_first:
@@ -126,10 +136,12 @@ def start(
     if options["tensorboard"]:
         need("--tensorboard", "tensorboard")
     settings = TrainSettings(**{name: options[name] for name in TrainSettings.__dataclass_fields__})
+    model, tokens, folder, description = begin(options, given)
+    # Before what may take long.
+    ranks.check(model, settings)
     kinds = {"binary": options["binary"], "records": options["records"]}
     found = read_documents(options["data"], **kinds) if options["data"] else library()
     check_same_text(options, found)
-    model, tokens, folder, description = begin(options, given)
     vocabulary = model.config.vocab_size
     data = prepare(
         found,

@@ -25,6 +25,7 @@ from mambakit.compat.auto_files import GENERATION, find, one_device, read_dtype,
 from mambakit.models.language_model import LanguageModel, ModelConfig
 from mambakit.models.stack import StackCache
 from mambakit.ops.boundary import boundary, next_labels
+from mambakit.parallel.context import splits_sequences
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
 # transformers calls by name and asks models to take the arguments they have a use for.
@@ -112,6 +113,11 @@ class MambakitForCausalLM(PreTrainedModel, GenerationMixin):
                 "hidden states are not kept, and there are no attentions; hooks on backbone.layers see all"
             )
         model = self.language_model
+        if labels is not None and boundary() is None and splits_sequences(model):
+            raise ValueError(
+                "context_parallel is on a module inside, so the labels of other ranks' tokens are not known here; "
+                f"call it with the {type(self).__name__} itself"
+            )
         if inputs_embeds is None and input_ids is not None:
             x_bsd = model.embed(input_ids)
         elif inputs_embeds is not None and input_ids is None:

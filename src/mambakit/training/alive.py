@@ -1,5 +1,6 @@
 """Ranks that look after each other: where one dies, the others end within seconds, and one of them says why."""
 
+import hashlib
 import json
 import os
 import socket
@@ -94,6 +95,14 @@ class Alive:
     def wait(self) -> None:
         """After an error of the connection to others: until it is known who is lost, which ends this process."""
         self._lost.wait(QUIET + GRACE)
+
+    def first_with(self, told: str) -> bool:
+        """Whether no rank has asked this about the same words before."""
+        name = f"said/{hashlib.sha256(told.encode()).hexdigest()}"
+        try:
+            return self._store.compare_set(name, "", str(self._rank)).decode() == str(self._rank)
+        except RuntimeError:  # whoever keeps the store is gone
+            return True
 
     def _look(self) -> None:
         awake, beat = Awake(), 0

@@ -83,14 +83,7 @@ class Trainer:
     ):
         self.settings, self.rows, self.held_out = settings, rows, held_out
         self.ranks = ranks or Ranks()
-        parts = self.ranks.replicas * settings.accumulate
-        if self.ranks.context > 1 and settings.segment_len is not None:
-            raise ValueError("segments are parts of whole rows: leave out --segment-len or --context-parallel")
-        if settings.batch % parts:
-            raise ValueError(
-                f"batch = {settings.batch} rows cannot be divided among {self.ranks.replicas} ranks with "
-                f"accumulate = {settings.accumulate}; make it a multiple of {parts}"
-            )
+        self.ranks.check(model, settings)
         self.model = model.to(self.ranks.device)
         self.optimizers = Optimizers(self.model, settings, self.ranks)
         self.ranks.split(self.model)
@@ -100,7 +93,8 @@ class Trainer:
         self.skipped = 0
         """Steps that were passed over, in the whole run."""
         self.stop_asked = False
-        own, part = settings.batch // self.ranks.replicas, settings.batch // parts
+        own = settings.batch // self.ranks.replicas
+        part = own // settings.accumulate
         starts = range(self.ranks.replica * own, (self.ranks.replica + 1) * own, part)
         self._parts = [slice(start, start + part) for start in starts]
         self._carried: list[Any] = [None] * settings.accumulate

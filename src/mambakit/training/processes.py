@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mambakit.arguments import find_device
 from mambakit.models.language_model import LanguageModel
+from mambakit.ops.team import Team
 from mambakit.parallel.context import context_parallel
 from mambakit.parallel.meshes import average_gradients
-from mambakit.parallel.tensor import tensor_parallel
+from mambakit.parallel.tensor import checked_plans, tensor_parallel
 from mambakit.training.alive import Alive, attempt
-from mambakit.training.settings import PARALLEL
+from mambakit.training.settings import PARALLEL, TrainSettings
 
 T = TypeVar("T")
 
@@ -40,18 +41,7 @@ class Ranks:
         if parallel not in PARALLEL:
             raise ValueError(f"parallel = {parallel!r} is unknown; choose from {', '.join(PARALLEL)}")
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        for count, shared in ((context, "sequences"), (tensor, "heads"), (context * tensor, "sequences and heads")):
-            if count < 1 or self.world % count:
-                raise ValueError(
-                    f"{self.world} processes cannot be divided into groups of {count} that share {shared}; "
-                    "torchrun --nproc-per-node N starts N of them"
-                )
-        self.context, self.tensor, self.replicas = context, tensor, self.world // (context * tensor)
-        self.group, self.lane = divmod(self.rank, tensor)
-        """Which tokens are this rank's, and which share of the heads."""
-        self.replica, self.place = divmod(self.group, context)
-        """Which rows are this rank's, and which share of their tokens."""
-        self._mesh: DeviceMesh | None = None
+        self.arrange(context, tensor)
         self.parallel = parallel if self.world > 1 else None
         self.device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and self.device.index is None:
@@ -65,6 +55,21 @@ class Ranks:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
             self._alive = Alive(self.rank, self.world)
+
+    def arrange(self, context: int, tensor: int) -> None:
+        """So many ranks share sequences and heads from here on; ValueError if all ranks are no such groups."""
+        for count, shared in ((context, "sequences"), (tensor, "heads"), (context * tensor, "sequences and heads")):
+            if count < 1 or self.world % count:
+                raise ValueError(
+                    f"{self.world} processes cannot be divided into groups of {count} that share {shared}; "
+                    "torchrun --nproc-per-node N starts N of them"
+                )
+        self.context, self.tensor, self.replicas = context, tensor, self.world // (context * tensor)
+        self.group, self.lane = divmod(self.rank, tensor)
+        """Which tokens are this rank's, and which share of the heads."""
+        self.replica, self.place = divmod(self.group, context)
+        """Which rows are this rank's, and which share of their tokens."""
+        self._mesh: DeviceMesh | None = None
 
     @property
     def is_first(self) -> bool:
@@ -82,8 +87,30 @@ class Ranks:
             error = sys.exc_info()[1]
             if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
                 self._alive.wait()
-            self._alive.leave(failed=isinstance(error, Exception))
+            self._alive.leave(failed=isinstance(error, Exception | SystemExit))
             dist.destroy_process_group()  # what others made is theirs
+
+    def speaks(self, told: str) -> bool:
+        """Whether no other rank has said this: where several fail alike, one of them tells why."""
+        return self._alive is None or self._alive.first_with(told)
+
+    def check(self, model: LanguageModel, settings: TrainSettings) -> None:
+        """ValueError for rows, tokens or heads that cannot be divided among the ranks; nothing is changed."""
+        if self.context > 1 and settings.segment_len is not None:
+            raise ValueError("segments are parts of whole rows: leave out --segment-len or --context-parallel")
+        parts = self.replicas * settings.accumulate
+        if settings.batch % parts:
+            raise ValueError(
+                f"batch = {settings.batch} rows cannot be divided among {self.replicas} ranks with "
+                f"accumulate = {settings.accumulate}; make it a multiple of {parts}"
+            )
+        if settings.seq_len % self.context:
+            raise ValueError(
+                f"seq_len = {settings.seq_len} tokens of a row cannot be divided among {self.context} ranks; make it a "
+                f"multiple of {self.context}"
+            )
+        if self.tensor > 1:
+            checked_plans(model, Team(None, self.lane, self.tensor))
 
     def sums(self, *values: float) -> list[float]:
         """Each value summed over the ranks, the same on all."""
@@ -136,9 +163,6 @@ class Ranks:
 
     def tokens_of(self, tensor_bsX: Tensor) -> Tensor:
         """This rank's tokens of its rows."""
-        s = tensor_bsX.shape[1]
-        if s % self.context:
-            raise ValueError(f"{s} tokens of a row cannot be divided among {self.context} ranks; change --seq-len")
         return tensor_bsX.chunk(self.context, 1)[self.place]
 
     @property
@@ -166,7 +190,11 @@ class Ranks:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = self.tokens
         for layer in model.backbone.layers:
-            fully_shard(layer, mesh=mesh)
+            shared: Any = fully_shard(layer, mesh=mesh)
+            if self.device.type == "cpu":
+                # Itself, which is there: gathering the next layer ahead would wait for it here all the same, and only
+                # keep one more.
+                shared.set_modules_to_backward_prefetch([shared])
         # The root too, so that parameters are the shares whenever no forward or backward is running.
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
