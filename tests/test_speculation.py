@@ -3,8 +3,12 @@
 MAMBAKIT_SPECULATION_TOKENS=10000 compares so many greedy tokens of every family, hybrid and format.
 """
 
+import argparse
 import os
 import random
+import textwrap
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,6 +359,19 @@ class TestTime:
             times.add(1, 1.1)
         assert times.of(1) == 1.0
         assert times.after == pytest.approx(1.0), "what all of them take longer"
+
+    @pytest.mark.parametrize("module", [argparse, textwrap, zipfile])
+    @pytest.mark.parametrize(
+        ("token_takes", "counts", "after", "least"),
+        [(0.16, 0.02, 0.15, 1.1), (0.5, 0.1, 0.7, 0.98), (0.7, 0.2, 0.9, 0.98)],
+    )
+    def test_code(self, module, token_takes, counts, after, least):
+        """With the times of a model in float32 it pays, and with those of narrow weights nothing is lost."""
+        ids = list(Path(module.__file__).read_bytes()[8000:9400])
+        timed = Timed(ids[:1000], token_takes, counts, after)
+        for token in ids[1000:]:
+            timed.say(token)
+        assert timed.clock.now <= 400 / least
 
     def test_long_calls_pay_where_short_ones_do_not(self):
         """As with narrow weights: what a call takes beside its tokens is much of a short one."""
