@@ -223,7 +223,7 @@ class Block(nn.Module, ABC, Generic[Config, Cache]):
         return param_groups(self, weight_decay=weight_decay, muon=muon)
 
 
-def lean(block: Any, *call: Any) -> tuple[Tensor, Any]:
+def lean(block: Block[Any, Cache], *call: Any) -> tuple[Tensor, Cache]:
     """`block.run(*call)` in little memory."""
     # Not above: it has to know families, which have to know blocks.
     from mambakit.blocks.lean import run_lean

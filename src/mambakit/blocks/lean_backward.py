@@ -85,10 +85,8 @@ class Backward:
         numbers = sum(t.numel() for t in parameters.values()) + 2 * x_bsd.numel()
         # An output's gradient and an input's are there at once, of which one stands for the output.
         room = int((call.path.lean or 0) * numbers) - x_bsd.numel()
-        self.size, self.piece, self.keeps = plan(
-            call.config, self.norm is None, *x_bsd.shape[:2], call.is_cut, room, int(GRAIN * numbers) + 1
-        )
-        self.splits = shares_of(call.config, Team(None, 0, self.size)).parameters
+        self.plan = plan(call.config, self.norm is None, *x_bsd.shape[:2], call.is_cut, room, int(GRAIN * numbers) + 1)
+        self.splits = shares_of(call.config, Team(None, 0, self.plan.size)).parameters
 
     def zeros(self, name: str, like: Tensor) -> Tensor | None:
         """To add up a gradient in, at least float32: there are many to add."""
@@ -96,15 +94,15 @@ class Backward:
 
     def go(self, slab: "Slab") -> None:
         """Through some rows of the batch, rank after rank."""
-        columns = Columns(self.splits["in_proj.weight"], self.size)
+        columns = Columns(self.splits["in_proj.weight"], self.plan.size, self.plan.least)
         slab.once = {part: self.project(slab.x_bsd, place) for part, place in columns.once()}
         slab.d_once = {part: torch.zeros_like(t, dtype=wide(t.dtype)) for part, t in slab.once.items()}
         d_bias_out = self.of_parameters.get("out_proj.bias")
         if d_bias_out is not None:
             d_bias_out += slab.d_y_bsd.sum((0, 1), dtype=d_bias_out.dtype)
         made = None
-        for rank in range(self.size):
-            team = Team(None, rank, self.size)
+        for rank in range(self.plan.size):
+            team = Team(None, rank, self.plan.size)
             share = shares_of(self.call.config, team)
             made = shell(share.config) if made is None or made.config != share.config else made
             Rank(self, slab, share, team, made, columns.own(rank)).go()
@@ -177,13 +175,13 @@ class Rank:
         put_in(made, leaves)
         self.leaves = {name: t for name, t in leaves.items() if t.requires_grad}
         self.d_leaves: dict[str, Tensor] = {}
-        self.kept = {part: back.project(slab.x_bsd, at) for part, at in own.items()} if back.keeps else {}
+        self.kept = {part: back.project(slab.x_bsd, at) for part, at in own.items()} if back.plan.keeps else {}
         self.place = entries(share.parameters["out_proj.weight"], team)
 
     def go(self) -> None:
         """From the last piece of tokens to the first, after a look at what enters each."""
         back, slab, share, team = self.back, self.slab, self.share, self.team
-        pieces = back.call.pieces(slab.x_bsd.shape[1], back.piece)
+        pieces = back.call.pieces(slab.x_bsd.shape[1], back.plan.piece)
         first = {name: take(t[slab.rows], share.cache.get(name), team) for name, t in back.carried.items()}
         entering = [back.call.caches(first)]
         for piece in pieces[:-1]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +14,27 @@ from mambakit.ops.team import Team
 
 ROWS = 512
 """Tokens that a part of the batch should have at least."""
-OWN_COLUMNS = 16
-"""Projected channels of a rank that are computed for it alone; fewer would be read faster than multiplied."""
+FEW = 16
+"""Projected channels of a rank that are computed faster with those of all others."""
+
+
+class Plan(NamedTuple):
+    size: int
+    """How many ranks there are."""
+    piece: int
+    """Tokens of a piece."""
+    keeps: bool
+    """Whether a rank keeps what it projects for its way back."""
+    least: int
+    """Fewer projected channels of a rank are computed once for all of them."""
 
 
 @lru_cache(maxsize=256)
-def plan(
-    config: Any, is_all: bool, batch: int, length: int, is_cut: bool, room: int, grain: int = 1
-) -> tuple[int, int, bool]:
-    """How many ranks, tokens of a piece, and whether a rank keeps what it projects for its way back.
+def plan(config: Any, is_all: bool, batch: int, length: int, is_cut: bool, room: int, grain: int = 1) -> Plan:
+    """The fewest steps whose work, in numbers, has room, else the smallest work.
 
-    The fewest steps whose work, in numbers, has room, else the smallest work: where that is missed, a `grain` more or
-    less does not count. `is_all` says that all norms are inside of ranks, which then need all that one of them is over.
+    Where room is missed, a `grain` more or less does not count. `is_all` says that all norms are inside of ranks, which
+    then need all that one of them is over.
     """
     family, found = family_of(config), []
     rows = min(batch, max(ROWS // max(length, 1), 1))
@@ -38,22 +48,22 @@ def plan(
             continue
         if n > 1 and is_all and share.modules and getattr(config, "rmsnorm", True):
             continue
-        columns = Columns(share.parameters["in_proj.weight"], n)
-        once = sum(part.size for part, _ in columns.once())
-        own = sum(at.stop - at.start for at in columns.own(0).values())
-        used = len(share.parameters["in_proj.weight"].own(Team(None, 0, n))) - own
-        # What is alive at once in the backward between the projections, as it was counted.
-        lines = 2 * config.nheads // n * config.ranks * config.state_rank if family.block.lines_per_head else 0
-        alive = 8.5 * own + (2 * used + 3.5 * lines if lines else 4 * used)
-        state = config.nheads // n * config.per_head_dim * config.state_rank
-        for piece in sizes:
-            steps = -(-length // piece)
+        split, heads = share.parameters["in_proj.weight"], config.nheads // n
+        lines = 2 * heads * config.ranks * config.state_rank if family.block.lines_per_head else 0
+        state = heads * config.per_head_dim * config.state_rank
+        for piece, least in product(sizes, (FEW, 1)):
+            columns, steps = Columns(split, n, least), -(-length // piece)
+            once = sum(part.size for part, _ in columns.once())
+            own = sum(at.stop - at.start for at in columns.own(0).values())
+            used = len(split.own(Team(None, 0, n))) - own
+            # What is alive at once in the backward between the projections, as it was counted.
+            alive = 7 * own + (2 * used + 3.5 * lines if lines else 3 * used)
             for keeps in (True, False) if steps > 1 else (True,):
-                work = rows * (length * 2 * once + (length if keeps else piece) * own + piece * alive + steps * state)
-                beyond = -(-max(work - room, 0) // grain)
-                found.append((beyond, n * steps * (1.0 if keeps else 1.3), -piece, n, keeps))
-    _, _, piece, n, keeps = min(found)
-    return n, -piece, keeps
+                work = rows * (length * (2 * once + keeps * own) + piece * alive + steps * state)
+                time = n * steps * (1.0 if keeps else 1.3) * (1.0 if least > 1 else 1.1)
+                found.append((-(-max(work - room, 0) // grain), time, -piece, n, keeps, least))
+    _, _, piece, n, keeps, least = min(found)
+    return Plan(n, -piece, keeps, least)
 
 
 def slabs(batch: int, length: int) -> Iterator[slice]:
@@ -65,14 +75,14 @@ def slabs(batch: int, length: int) -> Iterator[slice]:
 class Columns:
     """Which projected channels are computed once for all ranks, and which for each alone."""
 
-    def __init__(self, split: Split, size: int):
-        self.places, self.size, start = [], size, 0
+    def __init__(self, split: Split, size: int, least: int):
+        self.places, self.size, self.least, start = [], size, least, 0
         for part in split.parts:
             self.places.append((part, start))
             start += part.size
 
     def is_own(self, part: Part) -> bool:
-        return part.taken is None and part.size // self.size >= OWN_COLUMNS
+        return part.taken is None and part.size // self.size >= self.least
 
     def once(self) -> Iterator[tuple[Part, slice]]:
         return ((whole(part), slice(at, at + part.size)) for part, at in self.places if not self.is_own(part))
