@@ -276,9 +276,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as own:
             folder = arguments.keep or Path(own)
             new += measure_memory(arguments.family, arguments.layers, arguments.formats, arguments.threads, folder)
-    own = {key: getattr(arguments, key) for key in ("family", "layers", "threads")}
+    setting = {key: getattr(arguments, key) for key in ("family", "layers", "threads")}
     for cell in new:
-        cell |= own | {"processor": " ".join(processor())}
+        cell |= setting | {"processor": " ".join(processor())}
     cells = joined(measured_before(), new)
     show(cells if "joined" in arguments.what else joined([], new))
     print(f"\nwritten to {write_json('products', {'cells': cells}).name}")
