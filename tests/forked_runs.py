@@ -261,8 +261,8 @@ def nudge() -> None:
     """Runs of this process begin with weights that are off by a rounding."""
     begin = command.begin
 
-    def nudged(*given: Any) -> Any:
-        start = begin(*given)
+    def nudged(*given: Any, **named: Any) -> Any:
+        start = begin(*given, **named)
         with torch.no_grad():
             for parameter in start.model.parameters():
                 parameter.mul_(1 + 1e-7)
