@@ -13,7 +13,7 @@
 namespace MK_ISA {
 
 // Rows of x from which turning pays.
-constexpr int64_t MANY_ROWS = 48;
+constexpr int64_t MANY_ROWS = W == 16 ? 96 : 48;
 // Rows of x that meet two panels at a time: as many as there are registers for sums. The rest goes by thirds, then singly.
 #if defined(MK_NEON)
 constexpr int PANEL_INPUTS = 12;
