@@ -131,6 +131,7 @@ def test_unknown_keys_are_all_named():
         (MLPConfig, {"d_model": 8, "d_hidden": 0.5}, "d_hidden = 0.5 is not an integer"),
         (MoEConfig, {"d_model": 8, "d_hidden": 6, "n_experts": 4, "top_k": True}, "top_k = True is not an integer"),
         (Mamba1Config, {"d_model": 8, "dt_scale": -1.0}, "dt_scale = -1.0 has to be 0 or more"),
+        (Mamba1Config, {"d_model": 8, "dt_scale": math.inf}, "dt_scale = inf has to be 0 or more, and a number"),
         (MultiGateConfig, {"n_streams": "x"}, "n_streams = 'x' is not an integer"),
         (StackConfig, {"layers": 5}, "layers = 5 has to be a tuple of layers"),
         (StackConfig, {"block": Mamba1Config(d_model=8), "n_layer": "x"}, "n_layer = 'x' is not an integer"),

@@ -57,8 +57,8 @@ class Mamba1Config(BlockConfig):
         check_types(self)
         check_positive(self, "d_model", "expand", "state_rank", "conv_kernel", "dt_min", "dt_init_floor", "d_inner")
         check_positive(self, "norm_eps")
-        if not self.dt_scale >= 0:
-            raise ValueError(f"dt_scale = {self.dt_scale} has to be 0 or more")
+        if not 0 <= self.dt_scale < 1e30:
+            raise ValueError(f"dt_scale = {self.dt_scale} has to be 0 or more, and a number that weights can have")
         if not self.dt_min <= self.dt_max:
             raise ValueError(f"dt_min = {self.dt_min} is above dt_max = {self.dt_max}")
         if self.dt_init not in ("random", "constant"):
