@@ -21,19 +21,21 @@ def about() -> dict[str, Any]:
 
 
 def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Many rounded rows on Arm without the instructions for them: torch may know faster float32 products."""
+    """Many rounded rows where torch knows faster float32 products: bfloat16 on plain vectors, and on Arm without the
+    instructions for them."""
     if operation != "few_rows":
         return None
     # Here, because operations import kernels.
     from mambakit.ops.few_rows import MAX_ROWS
 
     instruction_set, extension = processor()
-    if instruction_set != "neon" or extension == "bf16":
+    if instruction_set not in ("neon", "plain") or extension == "bf16":
         return None
     x, weight = tensors[:2]
     assert x is not None, "it is what is multiplied"
     assert weight is not None, "it is what it is multiplied with"
-    if x.numel() <= MAX_ROWS * x.shape[-1] or (extension != "none" and weight.dtype != torch.bfloat16):
+    integers = instruction_set == "plain" or extension != "none"
+    if x.numel() <= MAX_ROWS * x.shape[-1] or (integers and weight.dtype != torch.bfloat16):
         return None
     return "without instructions for such numbers, torch's products of many rows are faster"
 
