@@ -22,6 +22,7 @@ from mambakit.checkpoints import writing as checkpoint_writing
 from mambakit.inference.generation import generate
 from mambakit.models.multi_gate import MultiGateConfig
 from mambakit.models.schedules import Cyclic
+from their_releases import norm_width
 
 WIDTH = {"d_model": 16, "state_rank": 8}
 HEADS = {**WIDTH, "per_head_dim": 8}
@@ -30,6 +31,7 @@ BLOCKS = {
     "mamba1-options": Mamba1Config(**WIDTH, conv_kernel=3, dt_rank=2, bias=True, conv_bias=False, expand=3),
     "mamba2": Mamba2Config(**HEADS),
     "mamba2-options": Mamba2Config(**HEADS, bias=True, dt_limit=(0.01, 0.5), ngroups=2, norm_group_size=32),
+    "mamba2-groups": Mamba2Config(**HEADS, ngroups=2),
     "mamba3": Mamba3Config(**HEADS),
     "mamba3-options": Mamba3Config(**HEADS, is_mimo=True, mimo_rank=2, is_outproj_norm=True, rope_fraction=1.0),
 }
@@ -45,6 +47,8 @@ STACK_OPTIONS = {
 }
 OFFICIAL = [name for name in BLOCKS if name != "mamba2-options"]
 TRANSFORMERS = [name for name in BLOCKS if not name.startswith("mamba3")]
+NORM_OF_ALL = r"over all \d+ channels, .*transformers before 5\.23 without .* the same; from 5\.23 on .*group by itself"
+NORM_PER_GROUP = r"per group, over \d+ channels, .*transformers from 5\.23 on .* the same; before, without .* together"
 ACTIVATION_WARNING = "ignore:official Mamba-3 checkpoints do not say:UserWarning"
 
 
@@ -89,6 +93,21 @@ def named_at_once(directory: Path, about: str, *parts: str) -> str:
     message = str(caught.value)
     assert not [part for part in parts if part not in message], message
     return message
+
+
+def save_for_transformers(model: LanguageModel, directory: Path, **options) -> dict[str, int]:
+    """With the warning that models of several groups give; returns what loads the same model."""
+    block: Any = model.config.block
+    if getattr(block, "ngroups", 1) == 1:
+        save_model(model, directory, format="transformers", **options)
+        return {}
+    told = NORM_OF_ALL if block.norm_width == block.ssm_width else NORM_PER_GROUP
+    with pytest.warns(UserWarning, match=told) as caught:
+        save_model(model, directory, format="transformers", **options)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert f"Pass norm_group_size={block.norm_width} to load_model" in str(warning.message)
+    return {"norm_group_size": block.norm_width}
 
 
 @pytest.fixture
@@ -149,13 +168,16 @@ class TestRoundTrips:
     @pytest.mark.parametrize("tied", [True, False])
     def test_transformers(self, name, tied, tmp_path):
         model = make(BLOCKS[name], tie_embeddings=tied)
-        save_model(model, tmp_path / "model", format="transformers")
-        groups = {"norm_group_size": 32} if name == "mamba2-options" else {}
+        groups = save_for_transformers(model, tmp_path / "model")
         loaded = load_model(tmp_path / "model", **groups)
         assert_same(loaded, model)
         assert loaded.config.vocab_size == model.config.padded_vocab_size == 24
-        save_model(loaded, tmp_path / "again", format="transformers")
-        assert_same(load_model(tmp_path / "again", **groups), model)
+        assert save_for_transformers(loaded, tmp_path / "again") == groups
+        again = load_model(tmp_path / "again", **groups)
+        assert_same(again, model)
+        assert again.config == loaded.config
+        ids_bs = torch.randint(0, 21, (2, 5))
+        torch.testing.assert_close(again(ids_bs)[0][..., :21], model(ids_bs)[0])
 
     @pytest.mark.parametrize("format", ["mambakit", "official", "transformers"])
     def test_in_parts(self, format, tmp_path):
@@ -314,7 +336,7 @@ class TestTransformers:
     def test_theirs_load_here(self, kind, options, shard, tmp_path):
         model = self.theirs(kind, **options)
         model.save_pretrained(tmp_path, max_shard_size=shard)
-        groups = {"norm_group_size": 32} if options.get("n_groups") == 2 else {}
+        groups = {"norm_group_size": norm_width(model)} if options.get("n_groups") == 2 else {}
         ours = load_model(tmp_path, **groups)
         self.agree(ours, model)
         # Without their cache: their decoding forgets `time_step_limit`.
@@ -326,18 +348,31 @@ class TestTransformers:
     @pytest.mark.parametrize("max_shard_bytes", [None, 4000])
     def test_ours_load_there(self, name, max_shard_bytes, tmp_path):
         ours = make(BLOCKS[name])
-        save_model(ours, tmp_path / "model", format="transformers", max_shard_bytes=max_shard_bytes)
+        groups = save_for_transformers(ours, tmp_path / "model", max_shard_bytes=max_shard_bytes)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
         theirs, report = loaded
         assert not any(report.values()), report
         assert theirs.config.tie_word_embeddings
-        self.agree(ours, theirs.eval())
+        if not groups or groups["norm_group_size"] == norm_width(theirs):
+            self.agree(ours, theirs.eval())
+        else:
+            # As the warning says: another release computes it.
+            assert self.difference(ours, theirs.eval()) > 0.01
 
     def agree(self, ours, theirs):
+        assert self.difference(ours, theirs) <= 1e-4
+
+    @torch.no_grad()
+    def difference(self, ours, theirs) -> float:
         ids_bs = torch.randint(0, 21, (2, 13))
-        with torch.no_grad():
-            got, want = ours(ids_bs)[0], theirs(ids_bs).logits
-        assert error(got, want[..., : got.shape[-1]], 1e-6) <= 1e-4
+        got, want = ours(ids_bs)[0], theirs(ids_bs).logits
+        return error(got, want[..., : got.shape[-1]], 1e-6)
+
+    def test_which_release_norms_what(self):
+        """What warnings and docs say of releases holds for the one that is installed."""
+        major, minor = map(int, transformers.__version__.split(".")[:2])
+        model = self.theirs("Mamba2", head_dim=8, num_heads=4, n_groups=2)
+        assert norm_width(model) == (16 if (major, minor) >= (5, 23) else 32)
 
     @pytest.mark.parametrize("infinity", ["Infinity", '{"__float__": "Infinity"}'])
     def test_both_spellings_of_infinity(self, infinity, tmp_path):
@@ -368,7 +403,8 @@ class TestWhatFormatsCannotExpress:
             (Mamba2Config(**HEADS), {"d_intermediate": 64}, "transformers", "d_intermediate = 64"),
             (Mamba2Config(**HEADS), {"rms_norm": False}, "transformers", "rms_norm = False"),
             (Mamba2Config(**HEADS, expand=1.5), {}, "transformers", "num_heads"),
-            (Mamba2Config(**HEADS, ngroups=2), {}, "transformers", "block.norm_group_size = 16"),
+            (Mamba2Config(**HEADS, ngroups=2, norm_group_size=8), {}, "transformers", "block.norm_group_size = 8"),
+            (Mamba2Config(**HEADS, norm_group_size=16), {}, "transformers", "block.norm_group_size = 16"),
             (Mamba2Config(**HEADS, d_ssm=16), {}, "transformers", "num_heads"),
             (Mamba2Config(**HEADS, D_has_hdim=True), {}, "transformers", "block.D_has_hdim = True"),
             (Mamba2Config(**HEADS), {"norm_eps": 1e-6}, "transformers", "cannot express norm_eps = 1e-06"),

@@ -16,6 +16,7 @@ import mambakit as mk
 from mambakit.blocks.param_groups import param_groups
 from mambakit.compat.auto import MambakitConfig, MambakitForCausalLM
 from test_checkpoints import assert_same
+from their_releases import CHECKPOINTING, calls_of
 
 HEADS = {"d_model": 32, "state_rank": 8, "per_head_dim": 16}
 BLOCKS = {
@@ -147,8 +148,9 @@ class TestForward:
         assert torch.equal(first.cache_params.states[0][0], before.states[0][0])
         assert model.train()(ids).cache_params is None
 
-    def test_gradient_checkpointing_changes_no_gradient(self):
+    def test_checkpointing_changes_no_gradient(self):
         model, ids = wrapped().train(), torch.randint(0, 45, (2, 9))
+        layer = model.backbone.layers[0].mixer
 
         def gradients():
             model.zero_grad()
@@ -156,14 +158,15 @@ class TestForward:
             return {name: parameter.grad for name, parameter in model.named_parameters()}
 
         want = gradients()
-        model.gradient_checkpointing_enable()
-        assert model.is_gradient_checkpointing
-        assert model.backbone.checkpoint_layers
+        getattr(model, f"{CHECKPOINTING}_enable")()
+        assert getattr(model, f"is_{CHECKPOINTING}")
+        assert calls_of(layer, gradients) == 2
         got = gradients()
         for name in want:
             torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: name + text)
-        model.gradient_checkpointing_disable()
-        assert not model.backbone.checkpoint_layers
+        getattr(model, f"{CHECKPOINTING}_disable")()
+        assert not getattr(model, f"is_{CHECKPOINTING}")
+        assert calls_of(layer, gradients) == 1
 
 
 class TestGenerate:
@@ -248,8 +251,9 @@ def trainer(model, folder: Path, **options) -> Trainer:
 class TestTrainer:
     def test_training_saving_resuming(self, tmp_path):
         start = make()
-        run = trainer(MambakitForCausalLM.wrap(copy.deepcopy(start)), tmp_path, gradient_checkpointing=True)
-        run.train()
+        model = MambakitForCausalLM.wrap(copy.deepcopy(start))
+        run = trainer(model, tmp_path, **{CHECKPOINTING: True})
+        assert calls_of(model.backbone.layers[0].mixer, run.train) == 2 * 12
         losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
         assert losses[-1] < 0.7 * losses[0]
         run.save_model()
@@ -336,8 +340,9 @@ class TestRefused:
             model(ids, attention_mask=torch.ones(1, 2))
         with pytest.raises(ValueError, match="keeps its vocabulary"):
             model.resize_token_embeddings(50)
-        with pytest.raises(ValueError, match="one by one"):
-            model.gradient_checkpointing_enable({"use_reentrant": True})
+        for options in ({f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}, {"every_n_layers": 2}, {"offload": True}):
+            with pytest.raises(ValueError, match="one by one"):
+                getattr(model, f"{CHECKPOINTING}_enable")(**options)
         latents = make(stack_latents=("start",))
         with pytest.raises(ValueError, match="latents"):
             MambakitForCausalLM.wrap(latents)

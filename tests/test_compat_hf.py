@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mambakit as mk
+from their_releases import CHECKPOINTING, calls_of
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -28,7 +29,7 @@ def causal(name: str, **options):
 
 
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
-BAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+BAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 ZAMBA_HEADS = {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 16}
 ZAMBA_LAYERS = {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1}
 MODELS = {
@@ -112,7 +113,7 @@ def test_narrow_models_are_equal_up_to_rounding(name):
 def test_gradients_are_equal(name, checkpointing):
     model, ids = make(name).train(), torch.randint(3, 50, (2, 21))
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        getattr(model, f"{CHECKPOINTING}_enable")()
 
     def gradients():
         model.zero_grad()
@@ -122,6 +123,7 @@ def test_gradients_are_equal(name, checkpointing):
     before = gradients()
     mk.accelerate(model)
     after = gradients()
+    assert calls_of(model.backbone.layers[0].mixer, gradients) == 1 + checkpointing
     assert before.keys() == after.keys()
     for key in before:
         torch.testing.assert_close(after[key], before[key], rtol=1e-3, atol=1e-5, msg=lambda text, key=key: key + text)

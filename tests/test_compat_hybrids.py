@@ -44,6 +44,18 @@ def test_calls_and_continuations(name):
     assert torch.equal(model(tokens).logits, before)
 
 
+@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba"])
+@torch.no_grad()
+def test_groups_of_the_gated_norm(name):
+    """As the installed release takes it: together or one by one, in a call and in steps."""
+    model, tokens = theirs(name, mamba_n_groups=2), ids(2, 21)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    before, continued = model(tokens).logits, model.generate(tokens, **settings)
+    mk.accelerate(model)
+    close(model(tokens).logits, before)
+    assert torch.equal(model.generate(tokens, **settings), continued)
+
+
 @every
 @torch.no_grad()
 def test_padding_on_the_left(name):

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 import mambakit as mk
 from hybrid_models import KINDS, theirs
 from mambakit.checkpoints.hub import HUB
+from test_checkpoints import NORM_OF_ALL, NORM_PER_GROUP
+from their_releases import norm_width
 
 every = pytest.mark.parametrize("name", KINDS)
 INF = float("inf")
@@ -122,11 +124,49 @@ def test_both_rules_for_step_sizes(name, tmp_path):
 def test_groups_of_the_gated_norm(name, tmp_path):
     model = theirs(name, mamba_n_groups=2)
     model.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"mamba_n_groups = 2.*norm_group_size=32 for that, or 64 to keep this"):
-        ours = mk.load_model(tmp_path)
+    with pytest.warns(
+        UserWarning,
+        match=r"mamba_n_groups = 2.*all 64 channels, as transformers before 5.23.*, and from 5.23 on, .*per group; "
+        "pass norm_group_size=32 for that, or 64 to keep this",
+    ):
+        assumed = mk.load_model(tmp_path)
     tokens = ids(1, 12)
-    close(ours(tokens)[0], model(tokens).logits)
-    assert (mk.load_model(tmp_path, norm_group_size=32)(tokens)[0] - ours(tokens)[0]).abs().max() > 1e-3
+    ours = {width: mk.load_model(tmp_path, norm_group_size=width) for width in (32, 64)}
+    assert assumed.config == ours[64].config
+    close(ours[norm_width(model)](tokens)[0], model(tokens).logits)
+    assert (ours[32](tokens)[0] - ours[64](tokens)[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("format", ["transformers", None])
+@pytest.mark.parametrize(("width", "told"), [(32, NORM_PER_GROUP), (64, NORM_OF_ALL)])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba"])
+@torch.no_grad()
+def test_groups_of_the_gated_norm_and_back(name, width, told, format, tmp_path):
+    model = theirs(name, mamba_n_groups=2)
+    model.save_pretrained(tmp_path / "theirs")
+    ours = mk.load_model(tmp_path / "theirs", norm_group_size=width)
+    with pytest.warns(UserWarning, match=told) as caught:
+        mk.save_model(ours, tmp_path / "back", format=format or name)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert mk.load_model(tmp_path / "back", norm_group_size=width).config == ours.config
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(again) is type(model)
+    tokens = ids(1, 12)
+    got, want = again(tokens).logits, ours(tokens)[0]
+    if width == norm_width(again):
+        close(got, want)
+    else:
+        assert (got - want).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba"])
+def test_groups_of_the_gated_norm_that_no_release_has(name, tmp_path):
+    theirs(name, mamba_n_groups=2).save_pretrained(tmp_path / "theirs")
+    ours = mk.load_model(tmp_path / "theirs", norm_group_size=16)
+    for format in ("transformers", name):
+        with pytest.raises(ValueError, match=r"norm_group_size = 16"):
+            mk.save_model(ours, tmp_path / "back", format=format)
+    assert not (tmp_path / "back").exists()
 
 
 def test_letters_of_older_files(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mambakit.blocks.config import BlockConfig, from_plain
 from mambakit.blocks.family import FAMILIES, family_of
 from mambakit.blocks.parallel import ParallelConfig
-from mambakit.checkpoints import official, transformers
+from mambakit.checkpoints import gated_norm, official, transformers
 from mambakit.checkpoints.fields import Lint, same, shown
 from mambakit.checkpoints.files import read_json
 from mambakit.checkpoints.hub import HUB
@@ -146,12 +146,7 @@ def read_transformers(values: dict[str, Any]) -> Read:
     block: Any = config.block
     if not hasattr(block, "norm_group_size") or block.ngroups == 1:
         return Read(config, HUB_NAMES)
-    message = (
-        f"n_groups = {block.ngroups}: the gated norm is taken per group, over {block.norm_width} channels, as in "
-        f"the official code. transformers without fused kernels takes it over all {block.ssm_width}; pass "
-        f"norm_group_size={block.ssm_width} to reproduce that, or {block.norm_width} to keep the groups"
-    )
-    return Read(config, HUB_NAMES, {"norm_group_size": message})
+    return Read(config, HUB_NAMES, {"norm_group_size": gated_norm.groups_assumed(block.ngroups, block.ssm_width)})
 
 
 def write_transformers(config: ModelConfig) -> Written:
@@ -163,7 +158,8 @@ def write_transformers(config: ModelConfig) -> Written:
     for model_type in HUB:
         try:
             written = write_hub(model_type, config)
-            check_lost(config, HUB[model_type].read(written.values).config(), f"model_type {model_type}", FORGOTTEN)
+            stored = with_norm_of(config, read_transformers(written.values))
+            check_lost(config, stored, f"model_type {model_type}", FORGOTTEN)
             return written
         except ValueError as error:
             refused.append(f"{model_type}: {error}")
@@ -222,19 +218,23 @@ def read_config(path: Path) -> tuple[str, Read]:
 
 def write_config(config: ModelConfig, name: str) -> Written:
     """The values of `config.json`; ValueError names the fields that the format would not give back."""
-    if name in HUB:
-        written = write_hub(name, config)
-        check_lost(config, HUB[name].read(written.values).config(), f'the format "{name}"', FORGOTTEN)
-        return written
-    written = FORMATS[name].write(config)
-    stored = FORMATS[name].read(written.values).config
-    if written.names == HUB_NAMES and stored.layers is None and hasattr(stored.block, "norm_group_size"):
-        # What its models compute, whatever the number of groups.
-        block: Any = stored.block
-        stored = replace(stored, block=replace(block, norm_group_size=block.ssm_width))
-    hub = name == "transformers" and written.values["model_type"] in HUB
-    check_lost(config, stored, f'the format "{name}"', FORGOTTEN if hub else FORMATS[name].forgets)
+    written = write_hub(name, config) if name in HUB else FORMATS[name].write(config)
+    kind = FORMATS["transformers" if name in HUB else name]
+    found = kind.read(written.values)
+    forgets = FORGOTTEN if written.values.get("model_type") in HUB else kind.forgets
+    check_lost(config, with_norm_of(config, found), f'the format "{name}"', forgets)
+    if "norm_group_size" in found.left_open:
+        # Points at the caller of save_model.
+        warnings.warn(gated_norm.not_stored(config), UserWarning, stacklevel=4)
     return written
+
+
+def with_norm_of(config: ModelConfig, found: Read) -> ModelConfig:
+    """What was stored, with the gated norm as `config` has it if a file leaves that open and transformers knows it."""
+    if "norm_group_size" not in found.left_open:
+        return found.config
+    width = gated_norm.known_width(config, found.config)
+    return found.config if width is None else _chosen(found.config, "transformers", "norm_group_size", width)
 
 
 def check_lost(config: ModelConfig, stored: ModelConfig, where: str, forgets: frozenset[str]) -> None:

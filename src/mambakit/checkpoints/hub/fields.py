@@ -12,6 +12,7 @@ from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.blocks.mlp import ACTIVATIONS
 from mambakit.blocks.parallel import ParallelConfig
 from mambakit.checkpoints.fields import Lint, same, shown
+from mambakit.checkpoints.gated_norm import whole_assumed
 from mambakit.checkpoints.names import Names, Table
 from mambakit.models.language_model import ModelConfig
 
@@ -206,15 +207,11 @@ def mamba2_fields(block: Mamba2Config | None) -> dict[str, Any]:
 
 
 def grouped_norm(values: Any) -> dict[str, str]:
-    """What files of several groups leave open where transformers' two ways of computing differ."""
+    """What files of several groups leave open: transformers has computed the norm in two ways."""
     if values.mamba_n_groups == 1:
         return {}
     inner = values.mamba_expand * values.hidden_size
-    return {
-        "norm_group_size": f"mamba_n_groups = {values.mamba_n_groups}: the gated norm is taken over all {inner} "
-        "channels, as transformers computes it without fused kernels. With them it is taken per group; pass "
-        f"norm_group_size={inner // values.mamba_n_groups} for that, or {inner} to keep this"
-    }
+    return {"norm_group_size": whole_assumed(values.mamba_n_groups, inner)}
 
 
 def activation(field: str, theirs: str) -> str:
