@@ -141,6 +141,8 @@ def test_what_cannot_be_cut_says_so(run):
     for wrong, told in ((None, "x_bsd has to be a tensor"), (x.to_sparse(), "sparse_coo"), (x[0, 0], "a batch and a")):
         with pytest.raises(ValueError, match=told):
             run(block, wrong, segment_len=2)
+    with pytest.raises(ValueError, match=r"truncated is tensor\(\[0., 0.\]\), expected True or False"):
+        run_in_segments(block, x, segment_len=2, truncated=torch.zeros(2))
     with pytest.raises(ValueError, match="mask_bs has to be a tensor, got str"):
         run(block, x, segment_len=2, mask_bs="x")
     with pytest.raises(ValueError, match=r"cu_seqlens.*reset_bs"):

@@ -231,6 +231,22 @@ def test_rows_of_attention():
         attention(z(1, 1, 8), inference_params=params)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_what_the_simple_block_is_given(learned):
+    block = official("mamba_ssm.modules.mamba2_simple", "Mamba2Simple")(16, headdim=8, learnable_init_states=learned)
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    wrong: list[tuple[Any, str]] = [
+        (lambda: block(None), "hidden_states has to be a tensor, got None"),
+        (lambda: block(z(1, 3, 15)), "hidden_states is 15 wide, but this block takes 16 channels"),
+        (lambda: block(z(1, 3, 16), seq_idx=[[0, 0, 1]]), "seq_idx has to be a tensor, got list"),
+        (lambda: block(z(1, 3, 16), seq_idx=ids[0]), "one id per token"),
+        (lambda: block(z(1, 3, 16), seq_idx=ids.to("meta")), "seq_idx is on meta but hidden_states on cpu"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_packing_that_disagrees():
     block = official("mamba_ssm", "Mamba2")(16, headdim=8)
     ids, bounds = torch.tensor([[0, 0, 1, 1]]), torch.tensor([0, 1, 4])

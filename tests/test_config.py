@@ -126,6 +126,7 @@ def test_unknown_keys_are_all_named():
         (Mamba2Config, {"d_model": 64, "dt_limit": 3}, "dt_limit = 3 is not a list of 2 numbers"),
         (Mamba2Config, {"d_model": 64, "rmsnorm": None}, "rmsnorm = None is not true or false"),
         (Mamba2Config, {"d_model": 64, "ssm_multipliers": "abcde"}, "five numbers, for z, x, B, C and dt"),
+        (Mamba3Config, {"d_model": 64, "rotation_range": 1e30}, r"rotation_range is 1e\+30, expected at most 10000"),
         (Mamba3Config, {"d_model": 64, "rotation": []}, r"rotation = \[\] is not a string"),
         (AttentionConfig, {"d_model": 8, "n_heads": 2, "window": 1 << 63}, "window = 9223372036854775808 is too large"),
         (MLPConfig, {"d_model": 8, "d_hidden": 0.5}, "d_hidden = 0.5 is not an integer"),

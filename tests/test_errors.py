@@ -177,6 +177,16 @@ def test_numbers(operation, name, value):
 
 
 @pytest.mark.parametrize(
+    "operation", [name for name, op in OPERATIONS.items() if "rotation_range" in inspect.signature(op).parameters]
+)
+@pytest.mark.parametrize("value", [1e30, -1e30, 10_001])
+def test_turns_without_digits(operation, value):
+    """Kernels made NaN of the largest, and any other angle of the rest than float64 does."""
+    with pytest.raises(ValueError, match=r"^rotation_range is .*, expected at most 10000 half turns$"):
+        OPERATIONS[operation](**tensors_of(operation), rotation_range=value)
+
+
+@pytest.mark.parametrize(
     ("operation", "name"),
     [("causal_conv", "silu"), ("selective_scan", "dt_softplus"), ("finish", "norm_before_gate")],
 )

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from blocks import CONFIGS
 from calls import Wrapped
 from mambakit import LanguageModel, ModelConfig
+from mambakit.inference.engine import Engine
 from mambakit.inference.generation import generate, stream
 from mambakit.inference.prefix_cache import PrefixCache
 from mambakit.inference.sampling import Sampler, draw, penalise, row_seeds, uniform
@@ -570,6 +572,17 @@ def test_ids_of_another_kind():
     for ids, told in ((wrapped, "ids is a Wrapped"), ([[1], wrapped], "prompt 1 is a Wrapped")):
         with pytest.raises(ValueError, match=told):
             generate(make_model(), ids, max_new_tokens=1)
+
+
+def test_ids_that_become_fake():
+    """Tensors made in a fake mode have no numbers, those of lists neither."""
+    model = make_model()
+    with FakeTensorMode():
+        for made in (model, make_model()):
+            with pytest.raises(ValueError, match="prompt 0 is a FakeTensor on cpu, expected a plain"):
+                generate(made, [1, 2], max_new_tokens=1)
+            with pytest.raises(ValueError, match="ids is a FakeTensor on cpu, expected a plain"):
+                Engine(made).add([1, 2], 1)
 
 
 def test_bad_caches():

@@ -340,6 +340,7 @@ def test_report_counts_bits_and_bytes():
         ({"bits": 16, "group_size": 32}, "16 bits have no scales"),
         ({"bits": 4, "group_size": 7}, "group_size is 7, expected a positive even number"),
         ({"bits": 4, "group_size": 0}, "group_size is 0"),
+        ({"in_place": torch.zeros(2)}, r"in_place is tensor\(\[0., 0.\]\), expected True or False"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -531,6 +531,11 @@ def test_wrapped_stacks(name, wrap):
         check(1e-9, {n.replace("parametrizations.weight.original", "weight"): t for n, t in got.items()}, want)
 
 
+def test_checkpointing_is_a_flag():
+    with pytest.raises(ValueError, match="checkpoint_layers is 2, expected True or False"):
+        Stack(StackConfig(block=CONFIGS["mamba2"], n_layer=2), checkpoint_layers=2)
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

@@ -23,7 +23,7 @@ from mambakit.ops.mamba3_prepare import add_bias, mamba3_prepare
 from mambakit.ops.norm import finish
 from mambakit.ops.quaternion import IDENTITY, rotate_quaternion, running_quaternion, unit_quaternion
 from mambakit.ops.quaternion_prepare import quaternion_prepare
-from mambakit.ops.rotation import rotate_all, running_angle
+from mambakit.ops.rotation import checked_range, rotate_all, running_angle
 from mambakit.ops.ssd import learned_start
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.team import Team
@@ -75,6 +75,7 @@ class Mamba3Config(BlockConfig):
         check_types(self)
         sizes = ("d_model", "expand", "state_rank", "per_head_dim", "ngroups", "mimo_rank", "d_inner")
         check_positive(self, *sizes, "rotation_range", "a_floor", "norm_eps", "dt_init_floor")
+        checked_range(self.rotation_range)
         check_divides("per_head_dim", self.per_head_dim, "d_inner", self.d_inner)
         check_divides("ngroups", self.ngroups, "nheads", self.nheads)
         check_divides("2", 2, "state_rank", self.state_rank)

@@ -57,12 +57,9 @@ class Stateful:
         `seq_idx` (b, s) or `cu_seqlens` restart at every packed sequence; the latter, in a batch of one, keeps states
         of each. Tokens after the last one are padding: they leave no states, and without `seq_idx` give zeros.
         """
-        check_sequence(self, x_bsd)
+        check_sequence(self, x_bsd, seq_idx)
         if cu_seqlens is not None:
             check_vector("cu_seqlens", cu_seqlens)
-        if seq_idx is not None:
-            check_tensors({"seq_idx": seq_idx})
-            check_beside("hidden_states", x_bsd, "seq_idx", seq_idx)
         rows = len(x_bsd) if cu_seqlens is None else len(cu_seqlens) - 1
         states = None if inference_params is None else self._get_states_from_cache(inference_params, rows)
         is_decoding = inference_params is not None and inference_params.seqlen_offset > 0
@@ -140,8 +137,8 @@ class WithConvolution(Stateful):
         return states if dtype is None else tuple(state.to(dtype) for state in states)
 
 
-def check_sequence(block: Any, x_bsd: Tensor) -> None:
-    """That it can enter the block's first projection."""
+def check_sequence(block: Any, x_bsd: Tensor, seq_idx: Tensor | None = None) -> None:
+    """That it can enter the block's first projection, and that ids of its tokens lie beside it."""
     check_tensors({"hidden_states": x_bsd})
     if x_bsd.dim() != 3:
         raise ValueError(f"hidden_states needs 3 axes (batch, sequence, width), got shape {tuple(x_bsd.shape)}")
@@ -149,6 +146,9 @@ def check_sequence(block: Any, x_bsd: Tensor) -> None:
     if weight is not None and x_bsd.shape[2] != weight.shape[-1]:
         raise ValueError(f"hidden_states is {x_bsd.shape[2]} wide, but this block takes {weight.shape[-1]} channels")
     check_projected(block, "hidden_states", x_bsd)
+    if seq_idx is not None:
+        check_tensors({"seq_idx": seq_idx})
+        check_beside("hidden_states", x_bsd, "seq_idx", seq_idx)
 
 
 def check_states(block: Any, cache: Any, x: Tensor) -> None:

@@ -56,12 +56,11 @@ def read_stops(stop: Stop | None, vocab_size: int) -> list[list[int]]:
 
 
 def read_ids(name: str, ids: Tensor | Sequence[int], vocab_size: int) -> Tensor:
-    if isinstance(ids, Tensor):
-        check_readable(name, ids)
     try:
         ids_s = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} is {shown(ids)}, expected integer token ids: {error}") from error
+    check_readable(name, ids_s)  # that of a list too: in a fake mode it is fake
     if ids_s.dim() != 1 or len(ids_s) == 0:
         raise ValueError(f"{name} has shape {tuple(ids_s.shape)}, expected a sequence of at least one token id")
     if ids_s.dtype not in INTEGERS:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambakit.arguments import check_kind, shown
+from mambakit.arguments import check_flag, check_kind, shown
 from mambakit.blocks.modules import Linear
 from mambakit.blocks.shares import check_whole
 from mambakit.models.language_model import check_language_model
@@ -72,6 +72,7 @@ def quantize(
     if activations is not None and (type(activations) is not str or activations not in ("float32", NARROW[bits])):
         given = shown(activations)
         raise ValueError(f"activations is {given}, expected 'float32' or {NARROW[bits]!r} for {bits} bits")
+    check_flag("in_place", in_place)
     check_whole("quantize", model)
     found = matrices_of(model)
     for name, matrix in found.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mambakit.arguments import shown
+from mambakit.arguments import check_flag, shown
 from mambakit.blocks import family
 from mambakit.blocks.block import Options, check_flags, check_input, check_options, check_token, resets
 from mambakit.blocks.config import BlockConfig, Config, check_config, check_object, check_positive, check_types
@@ -194,6 +194,7 @@ class Stack(nn.Module):
     ):
         super().__init__()
         check_config(self, config, StackConfig)
+        check_flag("checkpoint_layers", checkpoint_layers)
         self.config = config
         self.order = config.order
         self.grad_horizon = grad_horizon

@@ -7,7 +7,7 @@ from torch import Tensor
 from mambakit.arguments import number
 from mambakit.ops.norm import rms_norm
 from mambakit.ops.operation import Outputs, TorchOperation
-from mambakit.ops.rotation import check_pairing, check_pairs, rotate_all, running_angle
+from mambakit.ops.rotation import check_pairing, check_pairs, checked_range, rotate_all, running_angle
 from mambakit.ops.shapes import Sizes, bind, check_floats, check_integers, check_segments
 
 
@@ -81,7 +81,7 @@ def mamba3_prepare(
     tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bsa, dt_bsh, angle_bha)
     check_sizes(*tensors, segments_bs)
     check_pairing(pairing)
-    eps, rotation_range = number("eps", eps), number("rotation_range", rotation_range)
+    eps, rotation_range = number("eps", eps), checked_range(rotation_range)
     data: dict[str, Tensor | None] = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bsa": rot_bsa}
     named = dict(zip(MAMBA3_PREPARE.names, tensors, strict=False))
     check_floats(data, {name: tensor for name, tensor in named.items() if name not in data})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.arguments import number
+from mambakit.ops.rotation import checked_range
 from mambakit.ops.segments import before_segment
 from mambakit.ops.shapes import bind, check_floats, check_segments
 
@@ -23,7 +23,7 @@ def unit_quaternion(rot_bshj3: Tensor, dt_bsh: Tensor, rotation_range: float = 1
     """
     bind({"rot_bshj3": rot_bshj3, "dt_bsh": dt_bsh})
     wide = check_floats({"rot_bshj3": rot_bshj3}, {"dt_bsh": dt_bsh})
-    rot_bshj3, rotation_range = rot_bshj3.to(wide), number("rotation_range", rotation_range)
+    rot_bshj3, rotation_range = rot_bshj3.to(wide), checked_range(rotation_range)
     size_bshj1 = length(rot_bshj3)
     half_turn_bshj1 = dt_bsh.to(wide)[..., None, None] * (rotation_range * math.pi / 2) * torch.tanh(size_bshj1)
     # Sine over size first: both vanish with rot, their quotient does not.

@@ -8,6 +8,7 @@ from mambakit.arguments import number
 from mambakit.ops.mamba3_prepare import check_groups, normed
 from mambakit.ops.operation import Outputs, TorchOperation
 from mambakit.ops.quaternion import check_blocks, rotate_quaternion, running_quaternion, unit_quaternion
+from mambakit.ops.rotation import checked_range
 from mambakit.ops.shapes import bind, check_floats, check_integers, check_segments
 
 
@@ -96,7 +97,7 @@ def quaternion_prepare(
     """
     tensors = (b_bsmgr, c_bsmgr, b_weight_r, c_weight_r, b_bias_hmr, c_bias_hmr, rot_bshj3, dt_bsh, carry_bhj4)
     check_sizes(*tensors, segments_bs)
-    options = (number("eps", eps), number("rotation_range", rotation_range))
+    options = (number("eps", eps), checked_range(rotation_range))
     data: dict[str, Tensor | None] = {"b_bsmgr": b_bsmgr, "c_bsmgr": c_bsmgr, "rot_bshj3": rot_bshj3}
     named = dict(zip(QUATERNION_PREPARE.names, tensors, strict=False))
     check_floats(data, {name: tensor for name, tensor in named.items() if name not in data})

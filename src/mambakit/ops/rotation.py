@@ -9,6 +9,16 @@ from mambakit.arguments import number, shown
 from mambakit.ops.segments import before_segment
 from mambakit.ops.shapes import bind, check_floats, check_segments
 
+MOST_HALF_TURNS = 1e4
+"""Of a step size of 1: float32 keeps three digits of such an angle after its whole turns, and none of much larger."""
+
+
+def checked_range(rotation_range: float) -> float:
+    value = number("rotation_range", rotation_range)
+    if abs(value) > MOST_HALF_TURNS:
+        raise ValueError(f"rotation_range is {shown(rotation_range)}, expected at most {MOST_HALF_TURNS:g} half turns")
+    return value
+
 
 def running_angle(
     rot_bsa: Tensor,
@@ -27,7 +37,7 @@ def running_angle(
     dtype = check_floats({"rot_bsa": rot_bsa}, {"dt_bsh": dt_bsh, "angle_bha": angle_bha})
     # An angle is used modulo a turn while its sum grows with the sequence: float32 would lose its digits.
     wide = torch.float32 if rot_bsa.device.type == "mps" else torch.float64
-    rate_bsa = number("rotation_range", rotation_range) * math.pi * torch.tanh(rot_bsa.to(wide))
+    rate_bsa = checked_range(rotation_range) * math.pi * torch.tanh(rot_bsa.to(wide))
     total_bsha = (dt_bsh.to(wide)[..., None] * rate_bsa[:, :, None]).cumsum(dim=1)
     if angle_bha is not None:
         total_bsha = total_bsha + angle_bha[:, None]

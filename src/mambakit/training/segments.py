@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mambakit.arguments import check_flag
 from mambakit.blocks.caches import clone, detach
 from mambakit.ops.shapes import check_tensors
 from mambakit.parallel.context import splits_sequences
@@ -38,6 +39,7 @@ def run_in_segments(
         >>> y_bsd.square().mean().backward()
     """
     check_whole(block)
+    check_flag("truncated", truncated)
     outputs = []
     for piece in _cut(x_bsd, segment_len, mask_bs, reset_bs, options):
         if truncated and outputs:

@@ -9,7 +9,7 @@ from mambakit.blocks.mamba2 import Mamba2Config
 from mambakit.compat.arguments import check_activation, in_our_words, refuse_unknown
 from mambakit.compat.mamba_ssm.modules.mamba2 import adopt
 from mambakit.compat.packing import segments_of
-from mambakit.compat.stateful import Stateful, WithWindow
+from mambakit.compat.stateful import Stateful, WithWindow, check_sequence
 
 __all__ = ["Mamba2Simple"]
 from mambakit.ops.ssd_path import SsdPath
@@ -57,10 +57,11 @@ class Mamba2Simple(Stateful, mamba2.Mamba2):  # pyright: ignore[reportIncompatib
 
     def forward(self, u: Tensor, seq_idx: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - the official signature
         """(b, s, d) to (b, s, d), restarting where `seq_idx` (b, s) changes. A learned state belongs to the id 0."""
+        check_sequence(self, u, seq_idx)
+        segments_bs = segments_of(seq_idx, *u.shape[:2])
         cache = self.fresh_cache(len(u))
         if seq_idx is not None and self.learnable_init_states and u.shape[1]:
             cache = cache._replace(ssm_bhpr=cache.ssm_bhpr * (seq_idx[:, 0] == 0)[:, None, None, None])
         # Our block would start every packed sequence from the learned state.
         view = WithWindow(self, seq_idx, learnable_init_states=False)
-        segments_bs = segments_of(seq_idx, *u.shape[:2])
         return mamba2.Mamba2.run(view, u, cache, SsdPath(), segments_bs, None)[0]  # type: ignore[arg-type]

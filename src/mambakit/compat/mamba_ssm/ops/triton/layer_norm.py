@@ -58,6 +58,7 @@ def layer_norm_fn(
             raise ValueError(f"{name} has shape {tuple(other.shape)} but x has {tuple(x.shape)}")
     check_channels(x, weight=weight, bias=bias, weight1=weight1, bias1=bias1)
     check_floats({"x": x})
+    in_one_precision(residual, x1)  # for what it refuses
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide)
     if rowscale is not None:
