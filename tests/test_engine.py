@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import os
 import random
 import threading
@@ -56,11 +57,33 @@ def options(i: int) -> dict:
     return {**kinds[i % 4], "seed": i, "max_new_tokens": 3 + 5 * i % 31}
 
 
+def some_biased(i: int) -> dict:
+    return options(i) | ({"frequency_penalty": 0.5, "presence_penalty": -0.2, "logit_bias": {3: 2.0}} if i % 3 else {})
+
+
 def alone(model: mk.LanguageModel, ids: list[int], backend: str = "auto", **more) -> list[int]:
     engine = Engine(model, max_rows=1, backend=backend)
     request = engine.add(ids, **more)
     engine.run()
     return request.tokens
+
+
+def test_bias_against_a_loop():
+    """What is added to logits by token, and taken off those of tokens that the new text has said."""
+    model, ids, added = make("mamba2"), [5, 6, 7], {9: 1.5, 11: -100.0}
+    want: list[int] = []
+    for _ in range(40):
+        logits_w = model(torch.tensor([[*ids, *want]]))[0][0, -1].double()
+        for token, number in added.items():
+            logits_w[token] += number
+        for token in set(want):
+            logits_w[token] -= 0.75 * want.count(token) + 0.4
+        want.append(int(logits_w.argmax()))
+    bias = {"frequency_penalty": 0.75, "presence_penalty": 0.4, "logit_bias": added}
+    assert alone(model, ids, temperature=0, max_new_tokens=40, **bias) == want
+    assert alone(model, ids, temperature=0, max_new_tokens=40) != want
+    forced = alone(model, ids, max_new_tokens=5, logit_bias={3: 1e4})
+    assert forced == [3] * 5
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -71,7 +94,7 @@ def test_together_as_alone(name, bits):
     engine = Engine(model, max_rows=35, prefill_chunk=50)
     draw, requests = random.Random(1), []
     for i, ids in enumerate(given):
-        requests.append(engine.add(ids, **options(i)))
+        requests.append(engine.add(ids, **some_biased(i)))
         for _ in range(draw.randrange(3)):
             engine.step()
         if i % 9 == 8:
@@ -79,7 +102,7 @@ def test_together_as_alone(name, bits):
     engine.run()
     assert engine.active == engine.waiting == 0
     for i, request in enumerate(requests):
-        want = alone(model, given[i], **options(i))
+        want = alone(model, given[i], **some_biased(i))
         assert request.done
         if request.finish_reason == "cancelled":
             assert want[: len(request.tokens)] == request.tokens
@@ -431,6 +454,11 @@ class TestTrouble:
                 "repetition_penalty is 1e-40, expected a finite number above 0 and at least 1e-06",
             ),
             ({"echo": None}, "echo is None"),
+            ({"frequency_penalty": "x"}, "frequency_penalty is 'x'"),
+            ({"presence_penalty": math.inf}, "presence_penalty is inf"),
+            ({"logit_bias": [1]}, "logit_bias is a list"),
+            ({"logit_bias": {-1: 1.0}}, "logit_bias has -1, expected ids from 0 to"),
+            ({"logit_bias": {1: math.nan}}, r"logit_bias\[1\] is nan"),
         ],
     )
     def test_what_makes_no_sense(self, given, told):

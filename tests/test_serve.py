@@ -388,7 +388,10 @@ WRONG = [
     ("", {"messages": HI, "stop": {"a": 1}}, 400, "stop"),
     ("", {"messages": HI, "colour": 1}, 400, "colour is not known here"),
     ("", {"messages": HI, "\ud800": 1}, 400, "surrogate"),
-    ("", {"messages": HI, "frequency_penalty": 1}, 400, "not supported by this build"),
+    ("", {"messages": HI, "frequency_penalty": 3}, 400, "frequency_penalty is 3, expected at most 2"),
+    ("", {"messages": HI, "logit_bias": {"x": 1}}, 400, "a key of logit_bias is 'x'"),
+    ("", {"messages": HI, "logit_bias": {"5": 101}}, 400, "logit_bias.5 is 101, expected at most 100"),
+    ("", {"messages": HI, "logit_bias": {"99999": 1}}, 400, "logit_bias has 99999, expected ids from 0 to"),
     ("", {"messages": HI, "reasoning_effort": "low"}, 400, "reasoning_effort is not supported by this build"),
     ("", {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format"),
     (

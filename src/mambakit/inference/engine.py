@@ -6,7 +6,7 @@ with others' by kernels whose rows do not touch one another; its draws are those
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from mambakit.arguments import check_count, check_flag, shown
 from mambakit.blocks.caches import select
 from mambakit.blocks.shares import check_whole
+from mambakit.inference.bias import make_bias
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.decoder import Decoder, check_one_call, check_states, make_decoder
 from mambakit.inference.guesses import Ngrams
@@ -116,6 +117,9 @@ class Engine:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
         stop: Stop | str | Sequence[int | str | Sequence[int]] | None = None,
         seed: int | None = None,
         logprobs: int | None = None,
@@ -127,6 +131,9 @@ class Engine:
         on_token: Callable[[Request], None] | None = None,
     ) -> Request:
         """Put a request in line. ValueError, and nothing is put, where something in it makes no sense.
+
+        `logit_bias` is added to the logits of its tokens, `{id: number}`; the frequency penalty is taken off those of a
+        token for each time that the new text has said it, the presence penalty once.
 
         Without `max_new_tokens` nothing ends it but a stop, the end of its constraint's form, or `cancel`. `stop` are
         ids, sequences of ids and strings. `logprobs` asks for log-probabilities, of the tokens that come and of so many
@@ -166,6 +173,7 @@ class Engine:
             constraint=None
             if constraint is None
             else Constraint(constraint, self.tokenizer, vocabulary, max_new_tokens),
+            bias=make_bias(vocabulary, logit_bias, frequency_penalty, presence_penalty),
             logprobs=logprobs,
             echo=int(echo),
             ends=tuple(ends),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from mambakit.inference.bias import Bias
 from mambakit.inference.constraints import Constraint
 from mambakit.inference.sampling import Sampler
 from mambakit.ops.shapes import FLOATS, check_dense
@@ -98,6 +99,7 @@ class Request:
         seed: int,
         stops: "Stops",
         constraint: Constraint | None = None,
+        bias: Bias | None = None,
         logprobs: int | None = None,
         echo: int = 0,
         ends: Sequence[int] = (),
@@ -107,7 +109,7 @@ class Request:
     ):
         self.ids = ids
         self.max_new_tokens, self.sampler, self.seed = max_new_tokens, sampler, seed
-        self.stops, self.constraint, self.top, self.echo = stops, constraint, logprobs, echo
+        self.stops, self.constraint, self.bias, self.top, self.echo = stops, constraint, bias, logprobs, echo
         self.ends, self.keep_state, self.given_state, self.on_token = ends, keep_state, state, on_token
         self.tokens: list[int] = []
         """New ones, a stop included."""

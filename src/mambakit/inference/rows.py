@@ -79,11 +79,22 @@ def choose(requests: Sequence[Request], logits_bw: Tensor) -> list[str | None]:
     for sampler, rows in rules.items():
         own_bw = logits_bw if len(rows) == len(requests) else logits_bw[rows]
         chosen = [requests[row] for row in rows]
-        may_bw = constrained(own_bw, [request.constraint for request in chosen])
+        may_bw = constrained(biased(own_bw, chosen), [request.constraint for request in chosen])
         for row, token in zip(rows, sample(sampler, chosen, may_bw), strict=True):
             if token is not None:
                 reasons[row] = give(requests[row], token, logits_bw, row)
     return reasons
+
+
+def biased(logits_bw: Tensor, requests: Sequence[Request]) -> Tensor:
+    """With what each request adds to its own."""
+    if all(request.bias is None for request in requests):
+        return logits_bw
+    logits_bw = logits_bw.to(torch.promote_types(logits_bw.dtype, torch.float32), copy=True)
+    for logits_w, request in zip(logits_bw, requests, strict=True):
+        if request.bias is not None:
+            logits_w += request.bias.after(request.tokens).to(logits_w.device)
+    return logits_bw
 
 
 def sample(sampler: Sampler, requests: Sequence[Request], logits_bw: Tensor) -> list[int | None]:

@@ -163,7 +163,7 @@ def _check_object(value: dict[str, Any], schema: Schema, name: str) -> None:
     if len(value) > schema.get("maxProperties", math.inf):
         raise bad(f"{name} has {len(value)} entries, at most {schema['maxProperties']} are allowed", name)
     for key, one in value.items():
-        _check_text(key, {}, "a key")
+        _check_text(key, schema.get("propertyNames", {}), f"a key of {name}" if name else "a key")
         if key in known:
             check(one, known[key], f"{dot}{key}")
         elif more is False:

@@ -14,7 +14,7 @@ from mambakit.models.language_model import LanguageModel
 from mambakit.serving.answers import Choice, Piece, usage
 from mambakit.serving.errors import ApiError, bad, overloaded
 from mambakit.serving.metrics import Metrics
-from mambakit.serving.schema import Schema, array, integer, not_built, number, optional, record, text
+from mambakit.serving.schema import Schema, array, integer, number, optional, record, text
 from mambakit.serving.store import Store
 from mambakit.serving.tools import Tools
 from mambakit.serving.worker import NotBegunError, Worker
@@ -31,6 +31,17 @@ SAMPLING: dict[str, Schema] = {
     "seed": optional(integer(-(2**63), 2**63 - 1)),
 }
 """How tokens are chosen; beyond OpenAI's fields those of docs/generation.md."""
+BIAS: dict[str, Schema] = {
+    "frequency_penalty": optional(number(minimum=-2, maximum=2)),
+    "presence_penalty": optional(number(minimum=-2, maximum=2)),
+    "logit_bias": {
+        "type": ["object", "null"],
+        "propertyNames": text(pattern="^[0-9]{1,9}$"),
+        "additionalProperties": number(minimum=-100, maximum=100),
+        "maxProperties": 1024,
+    },
+}
+"""What is added to logits before that."""
 COMMON: dict[str, Schema] = {
     "model": optional(text()),
     **SAMPLING,
@@ -41,9 +52,7 @@ COMMON: dict[str, Schema] = {
         record(dict.fromkeys(("include_usage", "continuous_usage_stats", "include_obfuscation"), FLAG))
     ),
     "ignore_eos": FLAG,
-    "frequency_penalty": not_built("number", minimum=0, maximum=0),
-    "presence_penalty": not_built("number", minimum=0, maximum=0),
-    "logit_bias": not_built("object", maxProperties=0),
+    **BIAS,
     "user": optional(text()),
 }
 """What both kinds of completions take."""
@@ -159,7 +168,9 @@ class Service:
         asked = [stop] if isinstance(stop, str) else stop
         stops = [*asked, *stops]
         stop_ids = () if body.get("ignore_eos") else self.chat.stop_ids
-        sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None and name != "seed"}
+        sampling = {name: body[name] for name in (*SAMPLING, *BIAS) if body.get(name) is not None and name != "seed"}
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = {int(token): number for token, number in sampling["logit_bias"].items()}
         constraint = constraint_of(wanted) if tools is None else tools.constraint(self._tag)
         if constraint is not None:
             # Its form says where it ends.
