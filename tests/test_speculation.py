@@ -273,7 +273,7 @@ class Timed:
 
     def __init__(self, tokens: list[int], token_takes: float, counts: float = 0.0, after: float = 0.0):
         self.clock, self.token_takes, self.counts, self.first = Clock(), token_takes, counts, 0.0
-        self.after, self.counted, self.more = after, 0, 0.0
+        self.after, self.counted, self.more, self.room_takes = after, 0, 0.0, 0.0
         decoder: Any = self
         self.ids, self.said = tokens, []
         self.guesses = Speculation(decoder, lambda ids: Ngrams(ids), clock=self.clock)
@@ -283,7 +283,7 @@ class Timed:
         self.guesses.step(self.ids, self.said)
 
     def expect(self, tokens: int) -> None:
-        pass
+        self.clock.now, self.room_takes = self.clock.now + self.room_takes, 0.0
 
     def step(self, ids_b: torch.Tensor) -> torch.Tensor:
         self.clock.now, self.first = self.clock.now + 1.0 + self.first, 0.0
@@ -330,6 +330,15 @@ class TestTime:
         timed = self.run(tokens, token_takes)
         assert timed.clock.now < len(tokens) / 2
         assert timed.guesses.accepted > len(tokens) / 2
+
+    def test_room_for_chains_is_no_loss(self):
+        """It is made once, like the decoder, however long that takes beside a step."""
+        timed = Timed([1, 2, 3, 4], 0.3)
+        timed.room_takes = 15.0
+        for token in [*range(10, 18)] * 40:
+            timed.say(token)
+        assert timed.clock.now < 15 + 160
+        assert timed.guesses.accepted > 160
 
     def test_not_where_a_token_takes_a_step(self):
         timed = self.run([*range(10, 18)] * 100, 1.2)

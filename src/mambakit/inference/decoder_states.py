@@ -90,7 +90,7 @@ class States:
         for q, block in enumerate(self._blocks):
             small = self._caches[q]._asdict().items()
             longer = {
-                name: with_length(t, 0, places)
+                name: with_places(t, places)
                 for name, t in small
                 if isinstance(t, Tensor) and name not in by_text(block)
             }
@@ -142,7 +142,7 @@ class States:
     def _make_notes(self) -> None:
         """For all places. What was noted stays."""
         self._count_places()
-        self._notes = [None if note is None else with_length(note, 0, self._count) for note in self._notes]
+        self._notes = [None if note is None else with_places(note, self._count) for note in self._notes]
 
     def _count_places(self) -> None:
         small = zip(self._blocks, self._caches, strict=True)
@@ -214,6 +214,15 @@ def with_length(tensor: Tensor, axis: int, length: int) -> Tensor:
     """With zeros at the end of an axis that is shorter."""
     missing = length - tensor.shape[axis]
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - axis) + [0, missing]) if missing > 0 else tensor
+
+
+def with_places(tensor: Tensor, places: int) -> Tensor:
+    """With room at the end, which is written before it is read, and takes no memory until then."""
+    if places <= len(tensor):
+        return tensor
+    longer = tensor.new_empty(places, *tensor.shape[1:])
+    longer[: len(tensor)] = tensor
+    return longer
 
 
 def longest(cache: Any) -> int:

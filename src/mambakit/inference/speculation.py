@@ -214,9 +214,7 @@ class Speculation:
         self._forget()
         length = self._choose_length()
         self._guess = self._source.guess(length - 1) if length > 1 else []
-        if self._guess:
-            begun += self._make_room()
-        elif self._source.learns:
+        if not self._guess and self._source.learns:
             self._asleep = self._times.add_thought(self._clock() - begun)
         logits_1w = self._read(tokens[-1])
         self._steps = 0 if self._guess else self._steps + 1
@@ -230,9 +228,9 @@ class Speculation:
         self._ids, self._source, self._told = ids, self._read_prompt(ids), 0
         self._steps = self._patience = 0
         """Since there was a guess, and before one is thought about by who learns from guesses alone."""
-        self._has_room = False
         self._asleep = 0
         """Steps before the next guess is thought about by who learns from every token."""
+        self._decoder.expect(LENGTHS[-1])
         self._forget()
 
     def _forget(self) -> None:
@@ -240,16 +238,6 @@ class Speculation:
         """What is left of it."""
         self._counted = 1
         """Tokens of the last call that were chosen."""
-
-    def _make_room(self) -> float:
-        """For chains, once; the seconds that this took, which no call of its length takes again."""
-        if self._has_room:
-            return 0.0
-        begun, self._has_room = self._clock(), True
-        self._decoder.expect(LENGTHS[-1])
-        took = self._clock() - begun
-        self._spent, self._lost = self._spent + took, self._lost + took
-        return took
 
     def _accept(self) -> Tensor:
         self._counted += 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from mambakit.kernels.cpu.backend import CPU
 from mambakit.kernels.cpu.few_rows import matrix
 from mambakit.kernels.cpu.library import pointer, run
-from mambakit.kernels.cpu.pages import gather
+from mambakit.kernels.cpu.pages import GATHERED, MOVED, gather
 from mambakit.kernels.cpu.structs import (
     AttentionPart,
     Decode,
@@ -66,14 +66,17 @@ class Decoding:
         self._prepared = [part.prepared() for part in self._given]  # kept alive
         for block, prepared in zip(self._blocks, self._prepared, strict=True):
             fill(block, prepared)
-        self.move(states)
+        self._put(states, GATHERED)
 
     def move(self, states: Sequence[Mapping[str, Tensor | int | None]]) -> None:
+        self._put(states, MOVED)
+
+    def _put(self, states: Sequence[Mapping[str, Tensor | int | None]], gathered: int) -> None:
         self._states = states  # kept alive
         for block, own in zip(self._blocks, states, strict=True):
             for state in own.values():
                 if isinstance(state, Tensor):
-                    gather(state)
+                    gather(state, gathered)
             fill(block, own)
 
     def step(self, ids_b: Tensor, at: decode.At) -> Tensor:

@@ -10,6 +10,8 @@ from mambakit.kernels.cpu.structs import LargePages
 LARGE = 4 << 20
 # Below it weights are read too fast to be worth a call of the system.
 GATHERED = 1 << 17
+# And below it states that move are small: moving their pages takes as long as many tokens.
+MOVED = 1 << 20
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -20,7 +22,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return tensor
 
 
-def gather(tensor: Tensor) -> None:
+def gather(tensor: Tensor, least: int = GATHERED) -> None:
     """What it holds in large pages from now on, where the system moves it there; it stays at its address."""
-    if tensor.nbytes >= GATHERED:
+    if tensor.nbytes >= least:
         run(LargePages(start=tensor.data_ptr(), bytes=tensor.nbytes, touched=True))
