@@ -51,8 +51,8 @@ def describe(found: dict[str, Any], checks: list[Check]) -> str:
     if built["built"]:
         threads = "torch's threads" if built["torch_threads"] else "one thread: torch's pool was not found"
         amx = "" if built["why_no_amx"] is None else f" (AMX: {built['why_no_amx']})"
-        used = f"built and used: {built['instruction_set']} of {', '.join(built['usable'])}"
-        used += f", with {built['extension']}{amx}; {threads}"
+        used = f"built and used: {built['instruction_set']} of {', '.join(built['usable'])}; {threads}; "
+        used += f"instructions for narrow numbers: {built['extension']}{amx}"
     else:
         used = f"not used, torch's operators run instead: {built['reason']}"
     lines += [f"{'CPU kernels':16} {used}", ""]
