@@ -17,7 +17,7 @@ KERNELS := src/mambakit/kernels/cpu/_native.abi3.so
 PIP := $(PY) -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check lint format bench gpu-check gpu-gate site kernels headers agreement arm sanitize sanitize-threads fuzz mutations llama-check torture killed-ranks serve-proofs wheel wheel-check clean
+.PHONY: demo test quick check lint format bench gpu-check gpu-gate site kernels headers agreement arm amx sanitize sanitize-threads fuzz mutations llama-check torture killed-ranks serve-proofs wheel wheel-check clean
 
 test: .venv/.ok kernels
 	$(PY) -m pytest -n auto --maxprocesses 8
@@ -83,6 +83,27 @@ build/arm/kernels.so: $(patsubst %,build/arm/%.o,library plain neon)
 build/arm/%.o: $(CSRC)/%.cpp $(wildcard $(CSRC)/*.h)
 	@mkdir -p $(@D)
 	$(ARM_CXX) -std=c++17 -O2 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Werror=vla -c $< -o $@
+
+# AMX's instructions against their plain twins where no processor has them: Bochs runs them as a Sapphire Rapids. It has to be
+# built with --enable-x86-64 --enable-avx --enable-evex --enable-amx --with-nogui, and from sources in which TDPBSSD takes bytes
+# as signed (DPBDSS in cpu/avx/amx.cc: those of release 3.0 do not).
+BOCHS ?= bochs
+amx: build/amx/disk
+	@command -v $(BOCHS) > /dev/null || { echo "make amx needs Bochs with AMX: BOCHS=path"; exit 1; }
+	rm -f $<.lock
+	$(BOCHS) -q -f tests/amx/bochsrc | grep --line-buffered -e AMX -e differ | tee build/amx/said
+	test $$(grep -c ": 0 of .* differ" build/amx/said) = 3
+
+build/amx/disk: $(wildcard tests/amx/*) $(wildcard $(CSRC)/*.h)
+	@mkdir -p $(@D)
+	$(CXX) -c tests/amx/boot.S -o build/amx/boot.o
+	ld -Ttext=0x7c00 --oformat=binary build/amx/boot.o -o build/amx/boot
+	$(CXX) -std=c++17 -O2 -I$(CSRC) -fno-pic -mcmodel=large -mno-red-zone -fno-stack-protector -fno-threadsafe-statics \
+		-fno-use-cxa-atexit -fno-tree-loop-distribute-patterns -c tests/amx/main.cpp -o build/amx/main.o
+	ld -T tests/amx/program.ld --unresolved-symbols=ignore-all build/amx/main.o -o build/amx/main
+	objcopy -O binary build/amx/main build/amx/program
+	cat build/amx/boot build/amx/program > $@
+	truncate -s 2064384 $@
 
 # The kernels once more with checks of every address and of undefined behaviour, and all tests that reach them.
 # Python itself is not built with the checker, hence the preloading; leaks would be those of the interpreter.

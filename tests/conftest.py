@@ -1,6 +1,5 @@
 """One thread and deterministic algorithms for every test; golden vectors and the tolerance table."""
 
-import ctypes
 import json
 import os
 import re
@@ -54,6 +53,7 @@ SLOW = {
     "test_families.py::test_a_sharded_block_is_the_whole_one",
     "test_kernel_ssd.py::test_opcheck",
     "test_kernels.py::test_a_library_of_other_sources_is_refused",
+    "test_kernels.py::test_amx_by_name_where_there_is_none",
     "test_kernels.py::test_missing_kernels_say_why",
     "test_moe.py::test_compile_and_export",
     "test_moe.py::test_operator",
@@ -121,9 +121,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def without_extension():
     """The kernels as on a processor that has nothing beyond its instruction set: no products of narrow numbers."""
     # Not above: backends are asked in the order in which the package itself imports them.
-    from mambakit.kernels.cpu.library import EXTENSIONS, library
+    from mambakit.kernels.cpu.library import library
 
     found = library()
-    found.native.mk_set_extension(ctypes.c_int64(0))
+    found.use("none")
     yield
-    found.native.mk_set_extension(ctypes.c_int64(EXTENSIONS.index(found.extension)))
+    found.use(found.extension)

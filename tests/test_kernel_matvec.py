@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from compare import error
 from mambakit.blocks.modules import Linear
-from mambakit.kernels.cpu.library import EXTENSIONS, INSTRUCTION_SETS, library, why_missing
+from mambakit.kernels.cpu.library import EXTENSIONS, INSTRUCTION_SETS, TILES, library, why_missing
 from mambakit.models.quantized_linear import LEVELS, NF4, Bfloat16Linear, Int4Linear, Int8Linear, IntegerInt4Linear
 from mambakit.ops import few_rows as matvec
 from mambakit.ops.backends import use_backend
@@ -118,7 +118,7 @@ def test_sums_of_integers_are_exact(name):
         linear.weight.fill_(1.0)
         linear.weight[1::2] *= -1
         weights, signs = FORMATS[name](linear), torch.tensor([1.0, -1.0]).repeat(350)
-        for x, rows in itertools.product((torch.ones(700), -torch.ones(700), signs, -signs), (5, 60)):
+        for x, rows in itertools.product((torch.ones(700), -torch.ones(700), signs, -signs), (5, 60, 100)):
             got = matvec.multiply(x.expand(rows, -1), weights)
             assert torch.equal(got, (x.sum() * linear.weight[:, 0]).expand(rows, -1))
 
@@ -138,20 +138,22 @@ def test_rows_that_are_no_numbers(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_threads_and_repeats_change_nothing(name):
-    with torch.no_grad():
-        weights, x = FORMATS[name](make_linear(1031, 300)), torch.randn(3, 300)
-        alone = matvec.multiply(x, weights)
-        torch.set_num_threads(2)
-        try:
-            assert all(torch.equal(matvec.multiply(x, weights), alone) for _ in range(5))
-        finally:
-            torch.set_num_threads(1)
+    with torch.no_grad(), use_backend("cpu"):
+        weights = FORMATS[name](make_linear(1031, 300))
+        for rows in (3, 100) if name in NARROW else (3,):
+            x = torch.randn(rows, 300)
+            alone = matvec.multiply(x, weights)
+            torch.set_num_threads(2)
+            try:
+                assert all(torch.equal(matvec.multiply(x, weights), alone) for _ in range(5))
+            finally:
+                torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("extension", EXTENSIONS)
+@pytest.mark.parametrize("extension", dict.fromkeys(EXTENSIONS + TILES))
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_every_instruction_set(isa, extension):
-    if isa not in library().usable or EXTENSIONS.index(extension) > library()._ask("extension_of", isa):
+    if isa not in library().usable or extension not in library().extensions_of(isa):
         pytest.skip(f"this machine has no {isa} with {extension}")
     if (library().instruction_set, library().extension) == (isa, extension):
         return

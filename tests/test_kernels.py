@@ -80,10 +80,35 @@ def test_sine_and_cosine():
         ({"MAMBAKIT_KERNELS": "none"}, "asks for none"),
         ({"MAMBAKIT_KERNELS": "nowhere.so"}, "is no file"),
         ({"MAMBAKIT_ISA": "sve"}, "can run"),
+        ({"MAMBAKIT_EXTENSION": "avx"}, "MAMBAKIT_EXTENSION is 'avx', but this machine has "),
+        ({"MAMBAKIT_ISA": "plain", "MAMBAKIT_EXTENSION": "amx"}, "AMX: it is used with avx512, not with plain"),
     ],
 )
 def test_missing_kernels_say_why(setting, reason):
     assert reason in output_of("from mambakit.kernels.cpu.library import why_missing; print(why_missing())", setting)
+
+
+def amx_answer(question):
+    if "avx512" not in library().usable:
+        pytest.skip("this machine has no avx512")
+    return library()._ask(question, "avx512", answer=ctypes.c_char_p).decode()
+
+
+def test_amx_by_name_where_there_is_none():
+    refused = amx_answer("amx_refused")
+    if not refused:
+        pytest.skip("this machine has AMX")
+    setting = {"MAMBAKIT_ISA": "avx512", "MAMBAKIT_EXTENSION": "amx"}
+    said = output_of("from mambakit.kernels.cpu.library import why_missing; print(why_missing())", setting)
+    assert "MAMBAKIT_EXTENSION is 'amx', but this machine has amx-emulated, none" in said
+    assert f"AMX: {refused}" in said
+
+
+def test_a_trial_of_amx_that_fails_harms_nothing():
+    """Its instructions are illegal where they are not granted: the process that tries them dies, not this one."""
+    if not amx_answer("amx_refused"):
+        pytest.skip("this machine has AMX")
+    assert amx_answer("amx_differs") == "a process that tried it died"
 
 
 def output_of(code, setting):

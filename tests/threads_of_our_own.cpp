@@ -22,6 +22,7 @@ static int32_t get_num_threads(uint32_t* count) {
 }
 
 int32_t mk_extension_in_use = MK_NO_EXTENSION;
+int32_t mk_tiles_in_use = MK_NO_TILES;
 mk_parallel_for mk_torch_parallel_for = parallel_for;
 mk_get_num_threads mk_torch_get_num_threads = get_num_threads;
 
@@ -29,3 +30,4 @@ extern "C" __attribute__((visibility("default"))) void mk_set_threads(void*, voi
 extern "C" __attribute__((visibility("default"))) void mk_set_extension(int64_t extension) {
     mk_extension_in_use = (int32_t)extension;
 }
+extern "C" __attribute__((visibility("default"))) void mk_set_tiles(int64_t tiles) { mk_tiles_in_use = (int32_t)tiles; }

@@ -3,7 +3,8 @@
 //
 //     agreement LIBRARY CASES [INSTRUCTION_SET [EXTENSION]]
 //
-// The same program for every machine. Without an instruction set, all that this one can run, each with every extension.
+// The same program for every machine. Without an instruction set, all that this one can run, each with every extension
+// and, one number beyond them, with emulated tiles.
 #define MK_ISA shapes  // of the structs alone: what is called is in the library
 #define MK_WIDTH 4
 #include "causal_conv.h"
@@ -86,7 +87,7 @@ int main(int count, char** given) {
     now.library = dlopen(given[1], RTLD_NOW);
     if (!now.library) return fprintf(stderr, "%s\n", dlerror()), 2;
     ((void (*)(void*, void*))find("mk_set_threads"))((void*)parallel_for, (void*)get_num_threads);
-    auto set_extension = (void (*)(int64_t))find("mk_set_extension");
+    auto set_extension = (void (*)(int64_t))find("mk_set_extension"), set_tiles = (void (*)(int64_t))find("mk_set_tiles");
     int64_t wrong = 0, ran = 0;
     for (const char* isa : {"avx512", "avx2", "neon", "plain"}) {
         if (count > 3 && strcmp(given[3], isa)) continue;
@@ -94,9 +95,11 @@ int main(int count, char** given) {
         if (!can_run || !((int32_t (*)())can_run)()) continue;
         now.isa = isa;
         const int32_t most = ((int32_t (*)())find(std::string("mk_extension_of_") + isa))();
-        for (int32_t extension = 0; extension <= most; extension++) {
+        const bool has_tiles = dlsym(now.library, (std::string("mk_amx_refused_") + isa).c_str());
+        for (int32_t extension = 0; extension <= most + has_tiles; extension++) {
             if (count > 4 && extension != atoi(given[4])) continue;
-            set_extension(extension);
+            const bool tiles = extension > most;
+            set_extension(tiles ? most : extension), set_tiles(tiles ? MK_EMULATED_TILES : MK_NO_TILES);
             now.compared = now.wrong = 0;
             for (const auto& one : CHECKS)
                 for (int64_t seed = 0; seed < atoi(given[2]); seed++) {
@@ -105,8 +108,8 @@ int main(int count, char** given) {
                     // Only products know extensions.
                     if (!extension || one.check == check_products || one.check == check_model) one.check(draw);
                 }
-            printf("%s, extension %d: %lld comparisons, %lld wrong\n", isa, extension, (long long)now.compared,
-                   (long long)now.wrong);
+            printf("%s, extension %d%s: %lld comparisons, %lld wrong\n", isa, extension, tiles ? " (emulated tiles)" : "",
+                   (long long)now.compared, (long long)now.wrong);
             wrong += now.wrong, ran++;
         }
     }

@@ -50,7 +50,9 @@ def describe(found: dict[str, Any], checks: list[Check]) -> str:
     lines.append(f"{'devices':16} {', '.join(found['devices'])}")
     if built["built"]:
         threads = "torch's threads" if built["torch_threads"] else "one thread: torch's pool was not found"
-        used = f"built and used: {built['instruction_set']} of {', '.join(built['usable'])}; {threads}"
+        amx = "" if built["why_no_amx"] is None else f" (AMX: {built['why_no_amx']})"
+        used = f"built and used: {built['instruction_set']} of {', '.join(built['usable'])}; {threads}; "
+        used += f"instructions for narrow numbers: {built['extension']}{amx}"
     else:
         used = f"not used, torch's operators run instead: {built['reason']}"
     lines += [f"{'CPU kernels':16} {used}", ""]

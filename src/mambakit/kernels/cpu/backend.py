@@ -16,6 +16,7 @@ def about() -> dict[str, Any]:
         "instruction_set": found.instruction_set,
         "usable": found.usable,
         "extension": found.extension,
+        "why_no_amx": found.why_no_amx(found.instruction_set),
         "torch_threads": found.has_torch_threads,
     }
 

@@ -21,6 +21,8 @@ from mambakit.kernels.cpu.structs import Struct, difference
 INSTRUCTION_SETS = ("avx512", "avx2", "neon", "plain")
 # What a processor may have beyond them, each including those before it: `mk_extension` of csrc/extension.h.
 EXTENSIONS = ("none", "vnni", "bf16")
+# For prompts, beside the best of those with avx512: `mk_tiles` there. What is emulated is for tests and never chosen.
+TILES = ("none", "amx-emulated", "amx")
 # What a kernel returns if it could not do its work: `mk_status` of csrc/threads.h.
 STATUS = {
     1: (MemoryError, "found no memory for its work"),
@@ -36,8 +38,8 @@ class Library:
     """The loaded library, bound to one instruction set.
 
     `MAMBAKIT_KERNELS` names another file to load (`none`: none at all), `MAMBAKIT_ISA` another instruction set than the
-    best one, `MAMBAKIT_EXTENSION` another extension of it (`none`: none at all). They are read once, at the first use
-    of a kernel.
+    best one, `MAMBAKIT_EXTENSION` another of its extensions or tiles (`none`: neither). They are read once, at the
+    first use of a kernel.
     """
 
     def __init__(self) -> None:
@@ -59,14 +61,42 @@ class Library:
                 "rebuild it (`make kernels`) or reinstall mambakit"
             )
         self.has_torch_threads = self._hand_in_threads()
-        self.extensions = EXTENSIONS[: 1 + (self._ask("extension_of", self.instruction_set) or 0)]
-        self.extension = os.environ.get("MAMBAKIT_EXTENSION") or self.extensions[-1]
-        if self.extension not in self.extensions:
+        extensions = self.extensions_of(self.instruction_set)
+        self.extension = os.environ.get("MAMBAKIT_EXTENSION") or extensions[-1]
+        if self.extension not in extensions:
+            why = f" (AMX: {self.why_no_amx(self.instruction_set)})" if self.extension == "amx" else ""
             raise KernelsMissingError(
-                f"MAMBAKIT_EXTENSION is {self.extension!r}, but this machine has {', '.join(self.extensions)} "
-                f"beside {self.instruction_set}"
+                f"MAMBAKIT_EXTENSION is {self.extension!r}, but this machine has {', '.join(extensions)} "
+                f"beside {self.instruction_set}{why}"
             )
-        self.native.mk_set_extension(ctypes.c_int64(EXTENSIONS.index(self.extension)))
+        self.use(self.extension)
+
+    def extensions_of(self, instruction_set: str) -> tuple[str, ...]:
+        """What may be used beside an instruction set, the best one last."""
+        vectors = EXTENSIONS[: 1 + (self._ask("extension_of", instruction_set) or 0)]
+        if not hasattr(self.native, f"mk_amx_refused_{instruction_set}"):
+            return vectors
+        return ("amx-emulated", *vectors, *(() if self.why_no_amx(instruction_set) else ("amx",)))
+
+    def why_no_amx(self, instruction_set: str) -> str | None:
+        """None where AMX can be used and, tried, gives the right products; otherwise the reason."""
+        asked = os.environ.get("MAMBAKIT_EXTENSION")
+        if asked not in (None, "", "amx"):
+            return f"MAMBAKIT_EXTENSION is {asked!r}"
+        for question in ("amx_refused", "amx_differs"):
+            answer = self._ask(question, instruction_set, answer=ctypes.c_char_p)
+            if answer is None:
+                return f"it is used with avx512, not with {instruction_set}"
+            if answer:
+                return answer.decode()
+        return None
+
+    def use(self, extension: str) -> None:
+        """From here on this one of those that the instruction set has."""
+        best = self._ask("extension_of", self.instruction_set) or 0
+        vectors = EXTENSIONS.index(extension) if extension in EXTENSIONS else best
+        self.native.mk_set_extension(ctypes.c_int64(vectors))
+        self.native.mk_set_tiles(ctypes.c_int64(TILES.index(extension) if extension in TILES else 0))
 
     def function(self, struct: type[Struct]) -> Callable[[Struct], int]:
         """The kernel that takes `struct` and returns a status."""
@@ -92,7 +122,8 @@ class Library:
 
     def _lacks(self) -> str | None:
         """The first function, beside kernels, that is expected and not there."""
-        missing = [name for name in ("mk_set_threads", "mk_set_extension") if not hasattr(self.native, name)]
+        names = ("mk_set_threads", "mk_set_extension", "mk_set_tiles")
+        missing = [name for name in names if not hasattr(self.native, name)]
         return f"{missing[0]}() is missing there" if missing else None
 
     def _hand_in_threads(self) -> bool:

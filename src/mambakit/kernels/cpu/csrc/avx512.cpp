@@ -13,4 +13,14 @@ MK_EXTENSION_OF(avx512) {
 #define MK_ISA avx512
 #define MK_WIDTH 16
 #include "kernels.h"
+
+// Why AMX cannot be used, or "": what the processor and the system say, and, asked if they do not object, what a trial says.
+MK_PUBLIC const char* mk_amx_refused_avx512() { return amx_refused(); }
+MK_PUBLIC const char* mk_amx_differs_avx512() {
+    try {
+        return avx512::amx_differs();
+    } catch (mk_status) {
+        return "there was no memory to try it";
+    }
+}
 #endif

@@ -13,4 +13,8 @@ enum mk_extension : int32_t { MK_NO_EXTENSION, MK_VNNI, MK_BF16 };
 // Set once at load (library.cpp), to at most what mk_extension_of_<instruction set>() answers.
 extern int32_t mk_extension_in_use;
 
+// Beside either, for the many rows of a prompt on x86: tiles, emulated or of AMX (amx_product.h). Set once at load too.
+enum mk_tiles : int32_t { MK_NO_TILES, MK_EMULATED_TILES, MK_AMX };
+extern int32_t mk_tiles_in_use;
+
 #define MK_EXTENSION_OF(isa) extern "C" __attribute__((visibility("default"))) int32_t mk_extension_of_##isa()

@@ -4,6 +4,7 @@
 #include "threads.h"
 
 int32_t mk_extension_in_use = MK_NO_EXTENSION;
+int32_t mk_tiles_in_use = MK_NO_TILES;
 mk_parallel_for mk_torch_parallel_for = nullptr;
 mk_get_num_threads mk_torch_get_num_threads = nullptr;
 
@@ -15,3 +16,5 @@ extern "C" __attribute__((visibility("default"))) void mk_set_threads(void* para
 extern "C" __attribute__((visibility("default"))) void mk_set_extension(int64_t extension) {
     mk_extension_in_use = (int32_t)extension;
 }
+
+extern "C" __attribute__((visibility("default"))) void mk_set_tiles(int64_t tiles) { mk_tiles_in_use = (int32_t)tiles; }

@@ -5,6 +5,7 @@
 // of x the weights are read in the order in which they lie, which is fastest: two accumulators keep up with memory then.
 #pragma once
 
+#include "amx_product.h"
 #include "border.h"
 #include "panel_product.h"
 #include "results.h"

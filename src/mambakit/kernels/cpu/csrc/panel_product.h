@@ -269,12 +269,21 @@ static void multiply_floats(
     }
 }
 
+#if defined(MK_X86) && MK_WIDTH == 16
+// Rows [begin, end) of the product with many rows, by AMX: amx_product.h.
+static void multiply_tiles(
+    const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to);
+#endif
+
 // By turned weights where that pays: for integers whoever asks, for bfloat16 if sums may be in another order.
 static void multiply_many(
     const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to, bool any_order) {
     if (begin >= end) return;
     const bool bfloat16 = m.format == BFLOAT16_NARROW;
     if (batch < MANY_ROWS || (bfloat16 && !any_order)) return multiply_narrow(m, begin, end, x, batch, to);
+#if defined(MK_X86) && MK_WIDTH == 16
+    if (mk_tiles_in_use) return multiply_tiles(m, begin, end, x, batch, to);
+#endif
     if (mk_extension_in_use >= (bfloat16 ? MK_BF16 : MK_VNNI))
         return by_best_dot(m, MK_BODY(auto dot) { multiply_panels<decltype(dot)>(m, begin, end, x, batch, to); });
     for (int64_t first = 0; first < batch; first += WIDENED_ROWS) {
