@@ -133,7 +133,7 @@ class Lean(torch.autograd.Function):
             del y_bsd
         back = Backward(call, x_bsd, carried, parameters, ctx.needs_input_grad[1:], ctx.cast)
         with use_backend(ctx.backend), unseen():
-            for rows in slabs(*x_bsd.shape[:2]):
+            for rows in back.slabs:
                 d_cache = dict(zip(carried, d_after, strict=True))
                 back.go(back.slab(rows, d_y_bsd, d_cache, ctx.inverse_bs1, products_bs1))
         return None, *back.gradients()
