@@ -64,11 +64,14 @@ def why_not(block: Any) -> str | None:
 
 def forward_piece(call: Call, x_bsd: Tensor, parameters: dict[str, Tensor]) -> int:
     """Tokens whose way through the block takes no more than the backward will: the gradients are not there yet."""
-    config, (projected, _) = call.config, parameters["in_proj.weight"].shape
-    lines = 2 * config.nheads * config.ranks * config.state_rank if call.block.lines_per_head else 0
-    alive = len(x_bsd) * (projected + 4 * parameters["out_proj.weight"].shape[1] + lines)
-    numbers = sum(t.numel() for t in parameters.values()) + x_bsd.numel()
-    return min(max(int((1 + (call.path.lean or 0)) * numbers / alive) // 32 * 32, 32), LONGEST)
+    config, (_, inner) = call.config, parameters["out_proj.weight"].shape
+    ranks, lines = 1, 0
+    if call.block.lines_per_head:
+        ranks, lines = config.ranks, 2 * config.nheads * config.ranks * config.state_rank
+    alive = len(x_bsd) * (len(parameters["in_proj.weight"]) + (2 * ranks + 4) * inner + lines)
+    share, tokens = call.path.lean or 0, x_bsd.numel()
+    room = (1 + share) * sum(t.numel() for t in parameters.values()) + 2 * share * tokens
+    return min(max(int(room / alive) // 32 * 32, 32), LONGEST)
 
 
 @lru_cache(maxsize=64)

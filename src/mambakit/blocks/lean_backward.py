@@ -265,11 +265,11 @@ class Rank:
 
     def projected(self, piece: slice) -> Tensor:
         """All that this rank projects, in its order."""
-        found = []
-        for part, at in self.parts.items():
-            XN = self.own[part] if part in self.own else self.slab.once[whole(part)][at]
-            found.append(self.of_piece(XN, piece).permute(1, 2, 0))
-        return torch.cat(found, -1)
+        found = (
+            self.own[part] if part in self.own else self.slab.once[whole(part)][at] for part, at in self.parts.items()
+        )
+        all_Xbs = torch.cat([self.of_piece(XN, piece) for XN in found])
+        return all_Xbs.flatten(1).mT.contiguous().unflatten(0, all_Xbs.shape[1:])
 
     def run(self, projected_bsX: Tensor, cache: Any) -> tuple[Tensor, Any]:
         call, dtype = self.back.call, self.back.cast
@@ -301,16 +301,13 @@ class Rank:
             total = back.total(name)
             if d_leaf is not None and total is not None:
                 add_to(total, d_leaf, self.share.parameters.get(name), self.team)
+        d_given_Xbs = d_given.flatten(0, 1).mT.contiguous().unflatten(1, d_given.shape[:2])
         widths = [len(part.own(self.team)) for part in self.parts]
-        for (part, at), d_bsX in zip(self.parts.items(), d_given.split(widths, -1), strict=True):
-            d_Xbs = d_bsX.permute(2, 0, 1)
+        for part, d_Xbs in zip(self.parts, d_given_Xbs.split(widths), strict=True):
             if part in self.own:
                 self.of_piece(self.own[part], piece).copy_(d_Xbs)
-            elif isinstance(at, slice):
-                self.of_piece(slab.d_once[whole(part)], piece)[at] += d_Xbs
             else:
-                total = self.of_piece(slab.d_once[whole(part)], piece)
-                total.index_add_(0, at.to(total.device), d_Xbs.to(total.dtype))
+                add_to(self.of_piece(slab.d_once[whole(part)], piece), d_Xbs, Split(0, (part,)), self.team)
         return dict(zip(wanted, found, strict=False))
 
     def project_out_back(self, piece: slice, value_bsi: Tensor) -> None:

@@ -47,11 +47,11 @@ def plan(config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_hel
         given, ranks = len(channels.split.own(Team(None, 0, n))), config.ranks if per_head else 1
         inner, lines = (config.nheads // n * width for width in (config.per_head_dim, 2 * ranks * config.state_rank))
         # What is alive at once in the backward between the projections, as it was counted.
-        alive = given + (4 * ranks + 4) * inner + 2 * (lines if per_head else given - own)
+        alive = given + (4 * ranks + 3) * inner + (2 * lines if per_head else 3 * (given - own))
         for piece in sizes:
             steps = -(-length // piece)
             kept = steps * inner * config.state_rank + length * (once if is_held else 2 * once + own)
-            work = rows * (piece * alive + kept)
+            work = rows * (piece * alive * (1.15 if steps > 1 else 1.0) + kept)
             # Of several pieces, all but the last are gone through once more.
             found.append((max(work - room, 0), n * (2 * steps - 1) if steps > 1 else n, n, piece))
     _, _, n, piece = min(found)
