@@ -54,7 +54,7 @@ def test_any_share_of_memory(name, lean):
 def test_plans_differ():
     """So that the claims above are about all there are."""
     config = Mamba2Config(d_model=64, per_head_dim=16, state_rank=16)
-    found = {plan(config, False, 1, 300, True, False, room) for room in (0, 30_000, 60_000, 100_000, 10**9)}
+    found = {plan(config, False, 1, 300, True, False, room, 0) for room in (0, 30_000, 60_000, 100_000, 10**9)}
     assert {made.size for made in found} >= {1, 8}
     assert len({made.piece for made in found}) > 2
 

@@ -1,33 +1,38 @@
 """The way back through a lean call: rank after rank, each through pieces of tokens from the last to the first.
 
 The block is taken for one whose heads are divided among ranks, as its family's record says. What is projected is
-computed again, and its gradient is written over it. Where there are fewer tokens than a row of the input projection has
-weights, all of that lies in the memory of the weights' gradient, which is needed last.
+computed again, and its gradient is written over it. Where there are no more tokens than a row of the input projection
+has weights, all of that lies in the memory of the weights' gradient, which is needed last.
 """
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from mambakit.blocks.family import family_of
-from mambakit.blocks.lean_plan import Channels, add_to, entries, plan, shares_of, slabs, take, whole
+from mambakit.blocks.lean_plan import BLOCK, Channels, add_to, entries, plan, shares_of, slabs, take, whole
 from mambakit.blocks.shares import Part, Shares, Split
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.team import Team
-
-BLOCK = 256
-"""Rows of the input projection that are multiplied at once."""
 
 
 def shell(config: Any) -> Any:
     """A block that takes what is projected and returns what is to be; its parameters are to be put in."""
     made = family_of(config).block(config, device="meta")
-    made.in_proj, made.out_proj = nn.Identity(), nn.Identity()
+    del made.in_proj, made.out_proj
+    made.in_proj = made.out_proj = unchanged
     return made
+
+
+def unchanged(t: Any) -> Any:
+    return t
 
 
 class Call(NamedTuple):
@@ -79,36 +84,26 @@ class Backward:
         self.call, self.x_bsd, self.carried, self.parameters, self.cast = call, x_bsd, carried, parameters, cast
         self.given = {"x": x_bsd, **carried, **parameters}
         self.needs = dict(zip(self.given, needs, strict=True))
-        self.norm, self.dtype = call.block.outer_norm, cast or x_bsd.dtype
         self.totals: dict[str, Tensor] = {}
-        weight_Xd, (b, s, _) = parameters["in_proj.weight"], x_bsd.shape
-        self.is_held = (
-            self.needs["in_proj.weight"]
-            and b * s * self.dtype.itemsize <= weight_Xd.shape[1] * weight_Xd.dtype.itemsize
-        )
-        self.slabs = [slice(0, b)] if self.is_held else slabs(b, s)
+        self.norm, self.dtype, (b, s, _) = call.block.outer_norm, cast or x_bsd.dtype, x_bsd.shape
+        weight_Xd, weight_di = (parameters[f"{name}.weight"] for name in ("in_proj", "out_proj"))
         numbers = sum(t.numel() for t in parameters.values()) + 2 * x_bsd.numel()
         # An output's gradient and an input's are there at once, of which one stands for the output.
-        room = int((call.path.lean or 0) * numbers) - (0 if self.is_held else x_bsd.numel())
-        if self.is_held:
-            # Each row is written once.
-            self.totals["in_proj.weight"] = torch.empty_like(weight_Xd, memory_format=torch.contiguous_format)
-            if self.inner_room() is not None:
-                room += parameters["out_proj.weight"].numel()
-        rows = self.slabs[0].stop
-        self.plan = plan(call.config, self.norm is None, rows, s, call.is_cut, self.is_held, room)
+        room, late = int((call.path.lean or 0) * numbers), x_bsd.numel()
+        self.memory_N: Tensor | None = None
+        self.inner_bsi: Tensor | None = None
+        if self.needs["in_proj.weight"] and b * s * self.dtype.itemsize <= weight_Xd[0].nbytes:
+            # Not wide: each row is written once.
+            self.totals["in_proj.weight"] = weight_Xd.new_empty(weight_Xd.shape)
+            self.memory_N = self.totals["in_proj.weight"].flatten().view(self.dtype)
+            rest = self.memory_N[b * s * len(weight_Xd) :]
+            if len(rest) >= b * s * weight_di.shape[1]:
+                self.inner_bsi = rest[: b * s * weight_di.shape[1]].view(b, s, -1)
+                room, late = room + weight_di.numel(), late + weight_di.numel()
+        self.slabs = slabs(b, s) if self.memory_N is None else [slice(0, b)]
+        work = (self.slabs[0].stop, s, call.is_cut, self.memory_N is not None, room, late)
+        self.plan = plan(call.config, self.norm is None, *work)
         self.channels = Channels(call.config, self.plan.size)
-
-    def memory(self) -> tuple[Tensor, Tensor]:
-        """Of the weights' gradient: all that is projected, a channel's tokens side by side, and what room is left."""
-        X, N = len(self.parameters["in_proj.weight"]), self.x_bsd.shape[0] * self.x_bsd.shape[1]
-        flat = self.totals["in_proj.weight"].flatten().view(self.dtype)
-        return flat[: X * N].view(X, N), flat[X * N :]
-
-    def inner_room(self) -> Tensor | None:
-        """For all that is projected out, if there is any."""
-        (b, s, _), I, rest = self.x_bsd.shape, self.parameters["out_proj.weight"].shape[1], self.memory()[1]
-        return rest[: b * s * I].view(b, s, I) if len(rest) >= b * s * I else None
 
     def total(self, name: str) -> Tensor | None:
         """To add up a gradient in, at least float32: there are many to add."""
@@ -119,35 +114,22 @@ class Backward:
 
     def go(self, slab: "Slab") -> None:
         """Through some rows of the batch, rank after rank."""
-        if self.is_held:
-            slab.held_XN, slab.inner_bsi = self.memory()[0], self.inner_room()
-            for rows in blocks(len(slab.held_XN)):
-                self.project(slab, rows, slab.held_XN[rows])
-        slab.once = {part: self.projected(slab, rows) for part, rows in self.channels.once()}
+        slab.once = {part: self.project(slab, rows) for part, rows in self.channels.once()}
         slab.d_once = {part: torch.zeros_like(t, dtype=wide(t.dtype)) for part, t in slab.once.items()}
-        made = None
+        found, made = [], None
         for rank in range(self.plan.size):
             team = Team(None, rank, self.plan.size)
             share = shares_of(self.call.config, team)
             made = shell(share.config) if made is None or made.config != share.config else made
-            own = {part: self.projected(slab, rows) for part, rows in self.channels.own(rank)}
+            own = {part: self.project(slab, rows) for part, rows in self.channels.own(rank)}
             Rank(self, slab, share, team, made, own).go()
-            if not self.is_held:
-                for part, rows in self.channels.own(rank):
-                    self.project_back(slab, rows, own[part])
-        self.project_out_back(slab)
+            found += [(rows, own.pop(part)) for part, rows in self.channels.own(rank)]
+            if self.memory_N is None:
+                self.project_back(slab, found)
         for part, rows in self.channels.once():
-            d_XN = slab.d_once.pop(part)
-            if self.is_held:
-                slab.once[part].copy_(d_XN)
-            else:
-                self.project_back(slab, rows, d_XN.to(self.dtype))
-        if slab.held_XN is not None:
-            # A row of weights takes at least as much as one of tokens, so that the last ones overwrite no other.
-            for rows in reversed(blocks(len(slab.held_XN))):
-                d_XN = slab.held_XN[rows].clone()
-                self.totals["in_proj.weight"][rows] = 0
-                self.project_back(slab, rows, d_XN)
+            found.append((rows, slab.once.pop(part).copy_(slab.d_once.pop(part))))
+        self.project_out_back(slab)
+        self.project_back(slab, found)
 
     def slab(self, rows: slice, d_y_bsd: Tensor, d_after: dict[str, Tensor | None], *norms: Tensor | None) -> "Slab":
         # Copies: of what several ranks have of the cache after the call, the first to take it is to have the gradient.
@@ -156,38 +138,45 @@ class Backward:
         x_bsd, d_y_bsd = (t[rows].to(self.dtype) for t in (self.x_bsd, d_y_bsd))
         return Slab(rows, x_bsd, d_y_bsd, d_after, inverse_bs1, products_bs1)
 
-    def projected(self, slab: "Slab", rows: slice) -> Tensor:
-        """Some projected channels, a channel's tokens side by side; their gradients may be written there."""
-        if slab.held_XN is not None:
-            return slab.held_XN[rows]
-        tokens = slab.x_bsd.shape[0] * slab.x_bsd.shape[1]
-        return self.project(slab, rows, slab.x_bsd.new_empty(rows.stop - rows.start, tokens))
+    def project(self, slab: "Slab", rows: slice) -> Tensor:
+        """Some of the channels, where their gradient may be written over them."""
+        weight, bias = self.parameters["in_proj.weight"][rows].to(self.dtype), self.parameters.get("in_proj.bias")
+        x_Nd, size = slab.x_bsd.flatten(0, 1), slab.x_bsd.shape[:2]
+        if self.memory_N is None:
+            out_NX = x_Nd.new_empty(len(x_Nd), len(weight))
+        else:
+            out_NX = self.memory_N[rows.start * len(x_Nd) : rows.stop * len(x_Nd)].view(len(x_Nd), len(weight))
+        torch.mm(x_Nd, weight.mT, out=out_NX)
+        return (out_NX if bias is None else out_NX.add_(bias[rows])).unflatten(0, size)
 
-    def project(self, slab: "Slab", rows: slice, out_XN: Tensor) -> Tensor:
-        bias = self.parameters.get("in_proj.bias")
-        torch.mm(self.parameters["in_proj.weight"][rows].to(self.dtype), slab.x_bsd.flatten(0, 1).mT, out=out_XN)
-        return out_XN if bias is None else out_XN.add_(bias[rows, None])
-
-    def project_back(self, slab: "Slab", rows: slice, d_XN: Tensor) -> None:
-        """From the gradient of some projected channels to those of their weights and of the input."""
-        d_weight, d_bias, d_x_bsd = self.total("in_proj.weight"), self.total("in_proj.bias"), self.total("x")
-        if d_weight is not None:
-            add_product(d_weight[rows], d_XN, slab.x_bsd.flatten(0, 1))
-        if d_bias is not None:
-            d_bias[rows] += d_XN.sum(1, dtype=d_bias.dtype)
-        if d_x_bsd is not None:
-            weight = self.parameters["in_proj.weight"][rows].to(self.dtype)
-            add_product(d_x_bsd[slab.rows].flatten(0, 1), d_XN.mT, weight)
+    def project_back(self, slab: "Slab", found: list[tuple[slice, Tensor]]) -> None:
+        """From the gradients of projected channels, which are let go, to those of their weights and of the input."""
+        found.sort(key=lambda each: each[0].start)
+        while found:
+            last = [found.pop()]
+            while found and last[-1][0].start == found[-1][0].stop and last[0][0].stop - found[-1][0].start <= BLOCK:
+                last.append(found.pop())
+            rows, d_NX = slice(last[-1][0].start, last[0][0].stop), torch.cat([d for _, d in last[::-1]], -1).flatten(0, 1)
+            del last
+            d_weight, d_bias, d_x_bsd = self.total("in_proj.weight"), self.total("in_proj.bias"), self.total("x")
+            if d_weight is not None:
+                if self.memory_N is not None:
+                    # All that lay here or after it is used up: a row of weights takes no less than one of tokens.
+                    d_weight[rows] = 0
+                add_product(d_weight[rows], d_NX.mT, slab.x_bsd.flatten(0, 1))
+            if d_bias is not None:
+                d_bias[rows] += d_NX.sum(0, dtype=d_bias.dtype)
+            if d_x_bsd is not None:
+                weight = self.parameters["in_proj.weight"][rows].to(self.dtype)
+                add_product(d_x_bsd[slab.rows].flatten(0, 1), d_NX, weight)
 
     def project_out_back(self, slab: "Slab") -> None:
         """To the gradients of what remains of the output projection."""
-        d_bias = self.total("out_proj.bias")
+        d_weight, d_bias = None if self.inner_bsi is None else self.total("out_proj.weight"), self.total("out_proj.bias")
+        if d_weight is not None:
+            add_product(d_weight, slab.d_y_bsd.flatten(0, 1).mT, self.inner_bsi.flatten(0, 1))
         if d_bias is not None:
             d_bias += slab.d_y_bsd.sum((0, 1), dtype=d_bias.dtype)
-        if slab.inner_bsi is not None:
-            d_weight = self.total("out_proj.weight")
-            if d_weight is not None:
-                add_product(d_weight, slab.d_y_bsd.flatten(0, 1).mT, slab.inner_bsi.flatten(0, 1))
 
     def gradients(self) -> Iterator[Tensor | None]:
         totals = [self.total(name) for name in self.given]
@@ -207,13 +196,55 @@ class Slab:
     """Inverse root mean squares, where the norm is outside of ranks."""
     products_bs1: Tensor | None
     """Outputs times their gradients, for the same norm."""
-    held_XN: Tensor | None = None
-    """All that is projected, where it has room; then its gradient."""
-    inner_bsi: Tensor | None = None
-    """What is projected out, where it has room."""
     once: dict[Part, Tensor] = field(default_factory=dict)
     """What is projected once for all ranks."""
     d_once: dict[Part, Tensor] = field(default_factory=dict)
+
+
+class Projected:
+    """Projected channels in several tensors. All that most blocks want of them is to split them, the rest is copied."""
+
+    def __init__(self, parts: Sequence[Tensor]):
+        self.parts = parts
+        self.dtype, self.new_full = parts[0].dtype, parts[0].new_full
+        self.shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+
+    def whole(self) -> Tensor:
+        return torch.cat(list(self.parts), -1)
+
+    def split(self, widths: Sequence[int], dim: int = -1) -> list[Tensor]:
+        """Each of so many whole tensors."""
+        ends = list(itertools.accumulate(part.shape[-1] for part in self.parts))
+        found, start = [], 0
+        for end in itertools.accumulate(widths):
+            taken = [part for part, at in zip(self.parts, ends, strict=True) if start < at <= end]
+            assert sum(part.shape[dim] for part in taken) == end - start, "parts are not cut"
+            found.append(taken[0] if len(taken) == 1 else torch.cat(taken, dim) if taken else self.parts[0][..., :0])
+            start = end
+        return found
+
+    def __mul__(self, factors_X: Tensor) -> Tensor:
+        return self.whole() * factors_X
+
+    def __getitem__(self, at: Any) -> Tensor:
+        return self.whole()[at]
+
+
+class Leave(torch.autograd.Function):
+    """The end of a rank's way: what would be projected out is used at once, and its gradient made when it is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, rank: "Rank", piece: slice, inner_bsi: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.rank, ctx.piece = rank, piece
+        if rank.back.norm is not None:
+            ctx.save_for_backward(inner_bsi)
+        rank.project_out_back(piece, inner_bsi)
+        return inner_bsi.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+        return None, None, ctx.rank.d_inner(ctx.piece, *ctx.saved_tensors)
 
 
 class Rank:
@@ -238,7 +269,7 @@ class Rank:
         first = {name: take(t[slab.rows], share.cache.get(name), team) for name, t in back.carried.items()}
         entering = [back.call.caches(first)]
         for piece in pieces[:-1]:
-            entering.append(self.run(self.projected(piece), entering[-1])[1])
+            entering.append(self.run(Projected(self.projected(piece)).whole(), entering[-1])[1])
         d_carried = self.take_d_after()
         for piece in reversed(pieces):
             d_carried = self.go_back(piece, entering.pop(), d_carried)
@@ -259,21 +290,16 @@ class Rank:
             d.index_fill_(split.axis, own, 0)
         return found
 
-    def of_piece(self, XN: Tensor, piece: slice) -> Tensor:
-        """Of a channel's tokens, those of a piece in each row."""
-        return XN.unflatten(1, self.slab.x_bsd.shape[:2])[:, :, piece]
-
-    def projected(self, piece: slice) -> Tensor:
+    def projected(self, piece: slice) -> list[Tensor]:
         """All that this rank projects, in its order."""
-        found = (
-            self.own[part] if part in self.own else self.slab.once[whole(part)][at] for part, at in self.parts.items()
-        )
-        all_Xbs = torch.cat([self.of_piece(XN, piece) for XN in found])
-        return all_Xbs.flatten(1).mT.contiguous().unflatten(0, all_Xbs.shape[1:])
+        return [
+            self.own[part][:, piece] if part in self.own else self.slab.once[whole(part)][:, piece, at]
+            for part, at in self.parts.items()
+        ]
 
-    def run(self, projected_bsX: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def run(self, projected_bsX: Any, cache: Any) -> tuple[Tensor, Any]:
         call, dtype = self.back.call, self.back.cast
-        with contextlib.nullcontext() if dtype is None else torch.autocast(projected_bsX.device.type, dtype=dtype):
+        with contextlib.nullcontext() if dtype is None else torch.autocast(self.slab.x_bsd.device.type, dtype=dtype):
             return self.made.run(projected_bsX, cache, call.path, *call.of_rows(self.slab.rows))
 
     def go_back(self, piece: slice, cache: Any, d_after: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -281,70 +307,73 @@ class Rank:
         back, slab = self.back, self.slab
         held = {name: getattr(cache, name).detach() for name in back.call.carried}
         wanted = {name: t.requires_grad_() for name, t in held.items() if piece.start or back.needs[name]}
-        given = self.projected(piece).requires_grad_()
+        # Not detached: autograd would take what is written elsewhere in the same memory for a change of these.
+        given = [t.data.requires_grad_() for t in self.projected(piece)]
+        self.made.out_proj = partial(Leave.apply, self, piece)
         with torch.enable_grad():
-            inner, after = self.run(given, back.call.caches(held))
-        d_y = slab.d_y_bsd[:, piece]
-        value, d_inner = inner.detach(), d_y @ back.parameters["out_proj.weight"][:, self.place].to(d_y.dtype)
-        if slab.inverse_bs1 is not None and slab.products_bs1 is not None:
-            value, d_inner = self.through_norm(value, d_inner, slab.inverse_bs1[:, piece], slab.products_bs1[:, piece])
-        self.project_out_back(piece, value)
-        ends = [(inner, d_inner)]
+            left, after = self.run(Projected(given), back.call.caches(held))
+        self.made.out_proj = unchanged
+        ends = [(left, torch.ones_like(left))]
         ends += [(t, d) for name, d in d_after.items() if d is not None and (t := getattr(after, name)).requires_grad]
-        inputs = [given, *wanted.values(), *self.leaves.values()]
+        inputs = [*given, *wanted.values(), *self.leaves.values()]
         y, d = ([end[i] for end in ends] for i in range(2))
         # The graph keeps what it needs, and lets it go as it goes back.
-        del value, inner, after, ends, d_inner, given
-        d_given, *found = torch.autograd.grad(y, inputs, d, allow_unused=True)
-        del y, d, inputs
-        for name, d_leaf in zip(self.leaves, found[len(wanted) :], strict=True):
+        del left, after, ends
+        found = torch.autograd.grad(y, inputs, d, allow_unused=True)
+        d_given, d_held, d_leaves = (iter(found[at]) for at in cuts(len(given), len(wanted), len(self.leaves)))
+        for name, d_leaf in zip(self.leaves, d_leaves, strict=True):
             total = back.total(name)
             if d_leaf is not None and total is not None:
                 add_to(total, d_leaf, self.share.parameters.get(name), self.team)
-        d_given_Xbs = d_given.flatten(0, 1).mT.contiguous().unflatten(1, d_given.shape[:2])
-        widths = [len(part.own(self.team)) for part in self.parts]
-        for part, d_Xbs in zip(self.parts, d_given_Xbs.split(widths), strict=True):
+        for part, d_part in zip(self.parts, d_given, strict=True):
             if part in self.own:
-                self.of_piece(self.own[part], piece).copy_(d_Xbs)
-            else:
-                add_to(self.of_piece(slab.d_once[whole(part)], piece), d_Xbs, Split(0, (part,)), self.team)
-        return dict(zip(wanted, found, strict=False))
+                own = self.own[part][:, piece]
+                own.zero_() if d_part is None else own.copy_(d_part)
+            elif d_part is not None:
+                add_to(slab.d_once[whole(part)][:, piece], d_part, Split(2, (part,)), self.team)
+        return dict(zip(wanted, d_held, strict=True))
 
-    def project_out_back(self, piece: slice, value_bsi: Tensor) -> None:
+    def project_out_back(self, piece: slice, inner_bsi: Tensor) -> None:
         """To the gradient of this rank's columns of the output projection, or what it needs once all are there."""
-        slab = self.slab
-        if slab.inner_bsi is not None:
-            slab.inner_bsi[:, piece, self.place] = value_bsi.to(slab.inner_bsi.dtype)
+        back, d_y_bsd = self.back, self.slab.d_y_bsd[:, piece]
+        if self.slab.inverse_bs1 is not None:
+            inner_bsi = (inner_bsi * self.slab.inverse_bs1[:, piece]).mul_(self.norm_weight()).to(inner_bsi.dtype)
+        if back.inner_bsi is not None:
+            back.inner_bsi[:, piece, self.place] = inner_bsi.to(back.inner_bsi.dtype)
             return
-        d_weight = self.back.total("out_proj.weight")
+        d_weight = back.total("out_proj.weight")
         if d_weight is not None:
-            factors = (slab.d_y_bsd[:, piece].flatten(0, 1).mT, value_bsi.flatten(0, 1))
+            factors = (d_y_bsd.flatten(0, 1).mT, inner_bsi.flatten(0, 1))
             if isinstance(self.place, slice):
                 add_product(d_weight[:, self.place], *factors)
             else:
                 d_weight.index_add_(1, self.place, (factors[0] @ factors[1]).to(d_weight.dtype))
 
-    def through_norm(
-        self, u_bsi: Tensor, d_inner_bsi: Tensor, inverse_bs1: Tensor, products_bs1: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What the norm makes of this rank's channels, and their gradient.
-
-        `products_bs1` are those of all channels with their gradients, and so of the output with its own.
-        """
-        norm, back, dtype = self.back.norm, self.back, u_bsi.dtype
-        weight_i = take(norm.weight.detach(), self.share.parameters["norm.weight"], self.team)
+    def d_inner(self, piece: slice, u_bsi: Tensor | None = None) -> Tensor:
+        """The gradient of what is to be projected out, or of `u` where there is a norm in between."""
+        back, slab, d_y_bsd = self.back, self.slab, self.slab.d_y_bsd[:, piece]
+        d_inner_bsi = d_y_bsd @ back.parameters["out_proj.weight"][:, self.place].to(d_y_bsd.dtype)
+        if u_bsi is None or slab.inverse_bs1 is None or slab.products_bs1 is None:
+            return d_inner_bsi
+        inverse_bs1, weight_i = slab.inverse_bs1[:, piece], self.norm_weight()
         d_normed_bsi = d_inner_bsi * inverse_bs1
         d_weight_i = back.total("norm.weight")
         if d_weight_i is not None:
             found = (d_normed_bsi * u_bsi).sum((0, 1)).to(d_weight_i.dtype)
             add_to(d_weight_i, found, self.share.parameters["norm.weight"], self.team)
-        shared_bs1 = products_bs1 * inverse_bs1.square() / norm.weight.shape[0]
+        # The products are those of all channels with their gradients, and so of the output with its own.
+        shared_bs1 = slab.products_bs1[:, piece] * inverse_bs1.square() / len(back.norm.weight)
         d_u_bsi = (d_normed_bsi.mul_(weight_i)).addcmul_(u_bsi.to(d_normed_bsi.dtype), shared_bs1, value=-1)
-        return (u_bsi * inverse_bs1).mul_(weight_i).to(dtype), d_u_bsi.to(dtype)
+        return d_u_bsi.to(u_bsi.dtype)
+
+    def norm_weight(self) -> Tensor:
+        return take(self.back.norm.weight.detach(), self.share.parameters["norm.weight"], self.team)
 
 
-def blocks(rows: int) -> list[slice]:
-    return [slice(start, min(start + BLOCK, rows)) for start in range(0, rows, BLOCK)]
+def cuts(*lengths: int) -> list[slice]:
+    """Of a list, one after the other."""
+    ends = list(itertools.accumulate(lengths))
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
 def is_outside(name: str, norm: nn.Module | None) -> bool:

@@ -15,6 +15,8 @@ ROWS = 512
 """Tokens that a part of the batch should have at least."""
 FEW = 16
 """Projected channels of a rank that are computed with those of all others."""
+BLOCK = 256
+"""Rows of the input projection that are worth a product of their own."""
 
 
 class Plan(NamedTuple):
@@ -25,11 +27,13 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def plan(config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_held: bool, room: int) -> Plan:
+def plan(
+    config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_held: bool, room: int, late: int
+) -> Plan:
     """The fewest steps whose work, in numbers, has room, else the smallest work.
 
     `is_all` says that all norms are inside of ranks, which then need all that one of them is over. `is_held` says that
-    what is projected has its room elsewhere.
+    what is projected has its room elsewhere; then the room for `late` is free until the end.
     """
     per_head, found = family_of(config).block.lines_per_head, []
     sizes = [length] if not is_cut else sorted({-(-length // n) for n in range(1, -(-length // 32) + 1)})
@@ -44,14 +48,19 @@ def plan(config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_hel
             continue
         channels = Channels(config, n)
         own, once = (sum(at.stop - at.start for _, at in places) for places in (channels.own(0), channels.once()))
-        given, ranks = len(channels.split.own(Team(None, 0, n))), config.ranks if per_head else 1
+        used, ranks = len(channels.split.own(Team(None, 0, n))) - own, config.ranks if per_head else 1
         inner, lines = (config.nheads // n * width for width in (config.per_head_dim, 2 * ranks * config.state_rank))
         # What is alive at once in the backward between the projections, as it was counted.
-        alive = given + (4 * ranks + 3) * inner + (2 * lines if per_head else 3 * (given - own))
+        alive = (4 * ranks + 3) * inner + (2 * lines if per_head else 4 * used)
+        widest = max(at.stop - at.start for _, at in (*channels.own(0), *channels.once()))
         for piece in sizes:
             steps = -(-length // piece)
-            kept = steps * inner * config.state_rank + length * (once if is_held else 2 * once + own)
+            kept = steps * inner * config.state_rank + length * once
             work = rows * (piece * alive * (1.15 if steps > 1 else 1.0) + kept)
+            if is_held:
+                work = max(work, late + rows * length * max(widest, BLOCK))
+            else:
+                work += late + rows * length * (once + own)
             # Of several pieces, all but the last are gone through once more.
             found.append((max(work - room, 0), n * (2 * steps - 1) if steps > 1 else n, n, piece))
     _, _, n, piece = min(found)
