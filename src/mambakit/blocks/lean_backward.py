@@ -156,7 +156,10 @@ class Backward:
             last = [found.pop()]
             while found and last[-1][0].start == found[-1][0].stop and last[0][0].stop - found[-1][0].start <= BLOCK:
                 last.append(found.pop())
-            rows, d_NX = slice(last[-1][0].start, last[0][0].stop), torch.cat([d for _, d in last[::-1]], -1).flatten(0, 1)
+            rows, d_NX = (
+                slice(last[-1][0].start, last[0][0].stop),
+                torch.cat([d for _, d in last[::-1]], -1).flatten(0, 1),
+            )
             del last
             d_weight, d_bias, d_x_bsd = self.total("in_proj.weight"), self.total("in_proj.bias"), self.total("x")
             if d_weight is not None:
@@ -169,10 +172,14 @@ class Backward:
             if d_x_bsd is not None:
                 weight = self.parameters["in_proj.weight"][rows].to(self.dtype)
                 add_product(d_x_bsd[slab.rows].flatten(0, 1), d_NX, weight)
+            del d_NX
 
     def project_out_back(self, slab: "Slab") -> None:
         """To the gradients of what remains of the output projection."""
-        d_weight, d_bias = None if self.inner_bsi is None else self.total("out_proj.weight"), self.total("out_proj.bias")
+        d_weight, d_bias = (
+            None if self.inner_bsi is None else self.total("out_proj.weight"),
+            self.total("out_proj.bias"),
+        )
         if d_weight is not None:
             add_product(d_weight, slab.d_y_bsd.flatten(0, 1).mT, self.inner_bsi.flatten(0, 1))
         if d_bias is not None:

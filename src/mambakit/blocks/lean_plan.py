@@ -27,9 +27,7 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def plan(
-    config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_held: bool, room: int, late: int
-) -> Plan:
+def plan(config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_held: bool, room: int, late: int) -> Plan:
     """The fewest steps whose work, in numbers, has room, else the smallest work.
 
     `is_all` says that all norms are inside of ranks, which then need all that one of them is over. `is_held` says that
@@ -51,12 +49,14 @@ def plan(
         used, ranks = len(channels.split.own(Team(None, 0, n))) - own, config.ranks if per_head else 1
         inner, lines = (config.nheads // n * width for width in (config.per_head_dim, 2 * ranks * config.state_rank))
         # What is alive at once in the backward between the projections, as it was counted.
-        alive = (4 * ranks + 3) * inner + (2 * lines if per_head else 4 * used)
+        alive = (4 * ranks + 1) * inner + 2 * lines if per_head else 7 * inner + 3 * used
         widest = max(at.stop - at.start for _, at in (*channels.own(0), *channels.once()))
         for piece in sizes:
             steps = -(-length // piece)
             kept = steps * inner * config.state_rank + length * once
-            work = rows * (piece * alive * (1.15 if steps > 1 else 1.0) + kept)
+            # The last token's lines have a gradient of their own where there is a next piece.
+            more = lines // 2 + inner if per_head and steps > 1 else 0
+            work = rows * (piece * (alive + more) + kept)
             if is_held:
                 work = max(work, late + rows * length * max(widest, BLOCK))
             else:
