@@ -152,27 +152,28 @@ class Backward:
     def project_back(self, slab: "Slab", found: list[tuple[slice, Tensor]]) -> None:
         """From the gradients of projected channels, which are let go, to those of their weights and of the input."""
         found.sort(key=lambda each: each[0].start)
+        x_Nd = slab.x_bsd.flatten(0, 1)
         while found:
-            last = [found.pop()]
-            while found and last[-1][0].start == found[-1][0].stop and last[0][0].stop - found[-1][0].start <= BLOCK:
-                last.append(found.pop())
-            rows, d_NX = (
-                slice(last[-1][0].start, last[0][0].stop),
-                torch.cat([d for _, d in last[::-1]], -1).flatten(0, 1),
-            )
-            del last
+            rows, d_bsX = found.pop()
+            if self.memory_N is not None:
+                # From the last to the first, a copy and then weights in its place: nothing is lost, since a row of
+                # weights takes no less than one of tokens.
+                taken = [d_bsX]
+                while found and found[-1][0].stop == rows.start and rows.stop - found[-1][0].start <= BLOCK:
+                    rows = slice(found[-1][0].start, rows.stop)
+                    taken.insert(0, found.pop()[1])
+                d_bsX = torch.cat(taken, -1)
+                self.totals["in_proj.weight"][rows] = 0
             d_weight, d_bias, d_x_bsd = self.total("in_proj.weight"), self.total("in_proj.bias"), self.total("x")
+            d_NX = d_bsX.flatten(0, 1)
             if d_weight is not None:
-                if self.memory_N is not None:
-                    # All that lay here or after it is used up: a row of weights takes no less than one of tokens.
-                    d_weight[rows] = 0
-                add_product(d_weight[rows], d_NX.mT, slab.x_bsd.flatten(0, 1))
+                add_product(d_weight[rows], d_NX.mT, x_Nd)
             if d_bias is not None:
                 d_bias[rows] += d_NX.sum(0, dtype=d_bias.dtype)
             if d_x_bsd is not None:
                 weight = self.parameters["in_proj.weight"][rows].to(self.dtype)
                 add_product(d_x_bsd[slab.rows].flatten(0, 1), d_NX, weight)
-            del d_NX
+            del d_bsX, d_NX
 
     def project_out_back(self, slab: "Slab") -> None:
         """To the gradients of what remains of the output projection."""

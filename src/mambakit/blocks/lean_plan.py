@@ -15,6 +15,8 @@ ROWS = 512
 """Tokens that a part of the batch should have at least."""
 FEW = 16
 """Projected channels of a rank that are computed with those of all others."""
+HARDLY = 1.05
+"""So much more memory is worth fewer steps where what was asked for cannot be had."""
 BLOCK = 256
 """Rows of the input projection that are worth a product of their own."""
 
@@ -28,7 +30,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def plan(config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_held: bool, room: int, late: int) -> Plan:
-    """The fewest steps whose work, in numbers, has room, else the smallest work.
+    """The fewest steps whose work, in numbers, has room; where none has, whose work is hardly more than the smallest.
 
     `is_all` says that all norms are inside of ranks, which then need all that one of them is over. `is_held` says that
     what is projected has its room elsewhere; then the room for `late` is free until the end.
@@ -61,9 +63,10 @@ def plan(config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_hel
                 work = max(work, late + rows * length * max(widest, BLOCK))
             else:
                 work += late + rows * length * (once + own)
-            # Of several pieces, all but the last are gone through once more.
-            found.append((max(work - room, 0), n * (2 * steps - 1) if steps > 1 else n, n, piece))
-    _, _, n, piece = min(found)
+            # All pieces but the last are gone through once more.
+            found.append((n * (2 * steps - 1), n, piece, work))
+    most = max(room, HARDLY * min(work for *_, work in found))
+    _, n, piece, _ = min(each for each in found if each[-1] <= most)
     return Plan(n, piece)
 
 
