@@ -1,5 +1,8 @@
 """`SsdPath(lean=...)`: outputs, caches and gradients are those of an ordinary call, in little memory."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +10,9 @@ from torch import Tensor
 from blocks import CONFIGS, make_block, results, tokens
 from compare import check
 from mambakit import LanguageModel, Mamba1, Mamba2, Mamba2Config, Mamba3, Mamba3Config, ModelConfig, SsdPath
+from mambakit.blocks.lean_backward import Rank
 from mambakit.blocks.lean_plan import plan
+from mambakit.blocks.shares import expand_for
 from mambakit.kernels.cpu.library import why_missing
 from mambakit.tools.measure import peak_bytes
 
@@ -42,6 +47,30 @@ def test_a_lean_call_is_an_ordinary_one(name, way):
     check(1e-11, of(block, how, LEAST, batch), of(block, how, None, batch))
 
 
+@pytest.fixture
+def wide(monkeypatch):
+    """The name of a config as wide as is asked for, with the same heads."""
+
+    def make(name: str, d_model: int = 400) -> str:
+        config = CONFIGS[name]
+        inner = getattr(config, "inner_width", None) or config.d_inner
+        monkeypatch.setitem(CONFIGS, "wide", replace(config, d_model=d_model, expand=expand_for(inner, d_model)))
+        return "wide"
+
+    return make
+
+
+@pytest.mark.parametrize("d_model", [150, 400])
+@pytest.mark.parametrize("name", NAMES)
+def test_wider_than_there_are_tokens(name, d_model, wide):
+    """What is projected then has room in a gradient that comes later, and beside it what is projected out, or not."""
+    block = make_block(wide(name, d_model))
+    for way, how in ways().items():
+        batch = 1 if way == "packed" else 2
+        check(1e-11, of(block, how, LEAST, batch), of(block, how, None, batch))
+    check(1e-11, of(block, {}, SsdPath(lean=1e9), 1), of(block, {}, None, 1))
+
+
 @pytest.mark.parametrize("name", ["mamba2", "mamba2-groups", "mamba3-mimo"])
 @pytest.mark.parametrize("lean", [1e-9, 0.3, 1.0, 1e9])
 def test_any_share_of_memory(name, lean):
@@ -60,10 +89,12 @@ def test_plans_differ():
 
 
 @pytest.mark.skipif(why_missing() is not None, reason="no kernels")
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["mamba2", "mamba3", "mamba3-quaternion"])
-def test_bfloat16(name, autocast):
+def test_bfloat16(name, autocast, is_wide, wide):
     """Against float64 with the same rounded parameters, in the mean of every tensor: hardly more error."""
+    name = wide(name) if is_wide else name
     exact = make_block(name)
     with torch.no_grad():
         for parameter in exact.parameters():
@@ -94,18 +125,32 @@ def train(block, x: Tensor, path: SsdPath):
 
 
 @pytest.mark.skipif(why_missing() is not None, reason="no kernels")
-@pytest.mark.parametrize("block", [Mamba2, Mamba3])
-def test_memory(block):
+@pytest.mark.parametrize(("block", "most"), [(Mamba2, 4), (Mamba3, 6), (partial(Mamba3, is_mimo=True), 24)])
+def test_memory(block, most, monkeypatch):
     """Bytes of input, output and parameters' gradients, and a share more; an ordinary call takes about twice that."""
+    steps, go_back = [], Rank.go_back
+    monkeypatch.setattr(Rank, "go_back", lambda rank, piece, *step: steps.append(piece) or go_back(rank, piece, *step))
     made = block(d_model=384, state_rank=64, per_head_dim=32)
     x = torch.randn(1, 256, 384)
     needed = sum(p.nbytes for p in made.parameters()) + 2 * x.nbytes
     assert peak_bytes(train(made, x, SsdPath())) > 1.75 * needed
     assert peak_bytes(train(made, x, SsdPath(lean=0.5))) < 1.5 * needed
+    steps.clear()
     assert peak_bytes(train(made, x, SsdPath(lean=0.2))) < 1.25 * needed
+    assert len(steps) <= 2 * most, "in two calls"
 
 
-def test_frozen_parameters_get_no_gradient():
+def test_frozen_parameters_get_no_gradient(wide):
+    block = make_block(wide("mamba2"))
+    x = tokens(block, 1, 40)
+    for name in ("out_proj", "in_proj"):
+        getattr(block, name).weight.requires_grad_(False)
+        found = []
+        for path in (None, LEAST):
+            block.zero_grad()
+            block(x, path=path)[0].sum().backward()
+            found.append({name: p.grad for name, p in block.named_parameters() if p.grad is not None})
+        check(1e-11, found[1], found[0])
     block = make_block("mamba2")
     for parameter in block.parameters():
         parameter.requires_grad_(False)

@@ -25,7 +25,7 @@ from mambakit.ops.team import Team
 
 def shell(config: Any) -> Any:
     """A block that takes what is projected and returns what is to be; its parameters are to be put in."""
-    made = family_of(config).block(config, device="meta")
+    made: Any = family_of(config).block(config, device="meta")
     del made.in_proj, made.out_proj
     made.in_proj = made.out_proj = unchanged
     return made
@@ -177,11 +177,8 @@ class Backward:
 
     def project_out_back(self, slab: "Slab") -> None:
         """To the gradients of what remains of the output projection."""
-        d_weight, d_bias = (
-            None if self.inner_bsi is None else self.total("out_proj.weight"),
-            self.total("out_proj.bias"),
-        )
-        if d_weight is not None:
+        d_weight, d_bias = self.total("out_proj.weight"), self.total("out_proj.bias")
+        if d_weight is not None and self.inner_bsi is not None:
             add_product(d_weight, slab.d_y_bsd.flatten(0, 1).mT, self.inner_bsi.flatten(0, 1))
         if d_bias is not None:
             d_bias += slab.d_y_bsd.sum((0, 1), dtype=d_bias.dtype)

@@ -48,10 +48,10 @@ def plan(config: Any, is_all: bool, rows: int, length: int, is_cut: bool, is_hel
             continue
         channels = Channels(config, n)
         own, once = (sum(at.stop - at.start for _, at in places) for places in (channels.own(0), channels.once()))
-        used, ranks = len(channels.split.own(Team(None, 0, n))) - own, config.ranks if per_head else 1
+        given, ranks = len(channels.split.own(Team(None, 0, n))), config.ranks if per_head else 1
         inner, lines = (config.nheads // n * width for width in (config.per_head_dim, 2 * ranks * config.state_rank))
         # What is alive at once in the backward between the projections, as it was counted.
-        alive = (4 * ranks + 1) * inner + 2 * lines if per_head else 7 * inner + 3 * used
+        alive = (4 * ranks + 1) * inner + 2 * lines if per_head else inner + 3 * given
         widest = max(at.stop - at.start for _, at in (*channels.own(0), *channels.once()))
         for piece in sizes:
             steps = -(-length // piece)
