@@ -1,7 +1,7 @@
 """A block's call that keeps its input alone for the backward, and goes back through its heads a few at a time.
 
 Heads meet in the projections and nowhere else, but for a norm over all of them. So the backward takes the block for one
-that is divided among ranks; `lean_backward.py` has it. See docs/decisions/0010-lean-blocks.md.
+that is divided among ranks, which take turns; `lean_backward.py` has it. See docs/decisions/0010-lean-blocks.md.
 """
 
 from functools import lru_cache

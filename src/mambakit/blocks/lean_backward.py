@@ -6,7 +6,6 @@ has weights, all of that lies in the memory of the weights' gradient, which is n
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -207,7 +206,7 @@ class Slab:
 
 
 class Projected:
-    """Projected channels in several tensors. All that most blocks want of them is to split them, the rest is copied."""
+    """Projected channels in several tensors. Most blocks only split them; what else is asked takes a copy of all."""
 
     def __init__(self, parts: Sequence[Tensor]):
         self.parts = parts
@@ -218,14 +217,13 @@ class Projected:
         return torch.cat(list(self.parts), -1)
 
     def split(self, widths: Sequence[int], dim: int = -1) -> list[Tensor]:
-        """Each of so many whole tensors."""
-        ends = list(itertools.accumulate(part.shape[-1] for part in self.parts))
-        found, start = [], 0
-        for end in itertools.accumulate(widths):
-            taken = [part for part, at in zip(self.parts, ends, strict=True) if start < at <= end]
-            assert sum(part.shape[dim] for part in taken) == end - start, "parts are not cut"
-            found.append(taken[0] if len(taken) == 1 else torch.cat(taken, dim) if taken else self.parts[0][..., :0])
-            start = end
+        """As a tensor does; no part is cut."""
+        parts, found = list(self.parts), []
+        for width in widths:
+            taken = [self.parts[0][..., :0]]
+            while sum(part.shape[dim] for part in taken) < width:
+                taken.append(parts.pop(0))
+            found.append(taken[-1] if len(taken) < 3 else torch.cat(taken[1:], dim))
         return found
 
     def __mul__(self, factors_X: Tensor) -> Tensor:
@@ -325,8 +323,8 @@ class Rank:
         # The graph keeps what it needs, and lets it go as it goes back.
         del left, after, ends
         found = torch.autograd.grad(y, inputs, d, allow_unused=True)
-        d_given, d_held, d_leaves = (iter(found[at]) for at in cuts(len(given), len(wanted), len(self.leaves)))
-        for name, d_leaf in zip(self.leaves, d_leaves, strict=True):
+        d_given, d_held = found[: len(given)], found[len(given) : len(given) + len(wanted)]
+        for name, d_leaf in zip(self.leaves, found[len(given) + len(wanted) :], strict=True):
             total = back.total(name)
             if d_leaf is not None and total is not None:
                 add_to(total, d_leaf, self.share.parameters.get(name), self.team)
@@ -373,12 +371,6 @@ class Rank:
 
     def norm_weight(self) -> Tensor:
         return take(self.back.norm.weight.detach(), self.share.parameters["norm.weight"], self.team)
-
-
-def cuts(*lengths: int) -> list[slice]:
-    """Of a list, one after the other."""
-    ends = list(itertools.accumulate(lengths))
-    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
 def is_outside(name: str, norm: nn.Module | None) -> bool:
