@@ -10,7 +10,7 @@ from torch import Tensor
 from blocks import CONFIGS, make_block, results, tokens
 from compare import check
 from mambakit import LanguageModel, Mamba1, Mamba2, Mamba2Config, Mamba3, Mamba3Config, ModelConfig, SsdPath
-from mambakit.blocks.lean_backward import Rank
+from mambakit.blocks import lean_backward
 from mambakit.blocks.lean_plan import plan
 from mambakit.blocks.shares import expand_for
 from mambakit.kernels.cpu.library import why_missing
@@ -18,7 +18,7 @@ from mambakit.tools.measure import peak_bytes
 
 NAMES = [name for name in CONFIGS if name.startswith(("mamba2", "mamba3"))]
 LEAST = SsdPath(lean=1e-9)
-"""As little memory as there can be: as many ranks as there are heads, pieces of 32 tokens."""
+"""As little memory as there can be, or hardly more."""
 
 
 def of(block, how: dict, path: SsdPath | None, batch: int, s: int = 70) -> dict[str, Tensor]:
@@ -62,12 +62,15 @@ def wide(monkeypatch):
 
 @pytest.mark.parametrize("d_model", [150, 400])
 @pytest.mark.parametrize("name", NAMES)
-def test_wider_than_there_are_tokens(name, d_model, wide):
+def test_wider_than_there_are_tokens(name, d_model, wide, monkeypatch):
     """What is projected then has room in a gradient that comes later, and beside it what is projected out, or not."""
     block = make_block(wide(name, d_model))
+    # Small blocks need no more than one step then, so take those that there were without that room.
+    monkeypatch.setattr(lean_backward, "plan", lambda *call: plan(*call[:5], False, 0, 0))
     for way, how in ways().items():
         batch = 1 if way == "packed" else 2
         check(1e-11, of(block, how, LEAST, batch), of(block, how, None, batch))
+    monkeypatch.undo()
     check(1e-11, of(block, {}, SsdPath(lean=1e9), 1), of(block, {}, None, 1))
 
 
@@ -128,8 +131,9 @@ def train(block, x: Tensor, path: SsdPath):
 @pytest.mark.parametrize(("block", "most"), [(Mamba2, 4), (Mamba3, 6), (partial(Mamba3, is_mimo=True), 24)])
 def test_memory(block, most, monkeypatch):
     """Bytes of input, output and parameters' gradients, and a share more; an ordinary call takes about twice that."""
-    steps, go_back = [], Rank.go_back
-    monkeypatch.setattr(Rank, "go_back", lambda rank, piece, *step: steps.append(piece) or go_back(rank, piece, *step))
+    steps, go_back = [], lean_backward.Rank.go_back
+    counted = lambda rank, piece, *rest: steps.append(piece) or go_back(rank, piece, *rest)  # noqa: E731
+    monkeypatch.setattr(lean_backward.Rank, "go_back", counted)
     made = block(d_model=384, state_rank=64, per_head_dim=32)
     x = torch.randn(1, 256, 384)
     needed = sum(p.nbytes for p in made.parameters()) + 2 * x.nbytes

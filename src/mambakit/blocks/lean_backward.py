@@ -350,7 +350,7 @@ class Rank:
             if isinstance(self.place, slice):
                 add_product(d_weight[:, self.place], *factors)
             else:
-                d_weight.index_add_(1, self.place, (factors[0] @ factors[1]).to(d_weight.dtype))
+                add_to(d_weight, factors[0] @ factors[1], self.share.parameters["out_proj.weight"], self.team)
 
     def d_inner(self, piece: slice, u_bsi: Tensor | None = None) -> Tensor:
         """The gradient of what is to be projected out, or of `u` where there is a norm in between."""
