@@ -1,7 +1,7 @@
 """A block's call that keeps its input alone for the backward, and goes back through its heads a few at a time.
 
 Heads meet in the projections and nowhere else, but for a norm over all of them. So the backward takes the block for one
-that is divided among ranks; `lean_backward.py` has it. See docs/decisions/0010-lean-blocks.md.
+that is divided among ranks, which take turns; `lean_backward.py` has it. See docs/decisions/0010-lean-blocks.md.
 """
 
 from functools import lru_cache
@@ -64,11 +64,14 @@ def why_not(block: Any) -> str | None:
 
 def forward_piece(call: Call, x_bsd: Tensor, parameters: dict[str, Tensor]) -> int:
     """Tokens whose way through the block takes no more than the backward will: the gradients are not there yet."""
-    config, (projected, _) = call.config, parameters["in_proj.weight"].shape
-    lines = 2 * config.nheads * config.ranks * config.state_rank if call.block.lines_per_head else 0
-    alive = len(x_bsd) * (projected + 4 * parameters["out_proj.weight"].shape[1] + lines)
-    numbers = sum(t.numel() for t in parameters.values()) + x_bsd.numel()
-    return min(max(int((1 + (call.path.lean or 0)) * numbers / alive) // 32 * 32, 32), LONGEST)
+    config, (_, inner) = call.config, parameters["out_proj.weight"].shape
+    ranks, lines = 1, 0
+    if call.block.lines_per_head:
+        ranks, lines = config.ranks, 2 * config.nheads * config.ranks * config.state_rank
+    alive = len(x_bsd) * (len(parameters["in_proj.weight"]) + (2 * ranks + 4) * inner + lines)
+    share, tokens = call.path.lean or 0, x_bsd.numel()
+    room = (1 + share) * sum(t.numel() for t in parameters.values()) + 2 * share * tokens
+    return min(max(int(room / alive) // 32 * 32, 32), LONGEST)
 
 
 @lru_cache(maxsize=64)
@@ -133,7 +136,7 @@ class Lean(torch.autograd.Function):
             del y_bsd
         back = Backward(call, x_bsd, carried, parameters, ctx.needs_input_grad[1:], ctx.cast)
         with use_backend(ctx.backend), unseen():
-            for rows in slabs(*x_bsd.shape[:2]):
+            for rows in back.slabs:
                 d_cache = dict(zip(carried, d_after, strict=True))
                 back.go(back.slab(rows, d_y_bsd, d_cache, ctx.inverse_bs1, products_bs1))
         return None, *back.gradients()

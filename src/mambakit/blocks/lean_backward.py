@@ -1,33 +1,37 @@
 """The way back through a lean call: rank after rank, each through pieces of tokens from the last to the first.
 
-The block is taken for one whose heads are divided among ranks, as its family's record says. What a rank projects is
-computed again; what it finds goes into its rows of the gradients at once.
+The block is taken for one whose heads are divided among ranks, as its family's record says. What is projected is
+computed again, and its gradient is written over it. Where there are no more tokens than a row of the input projection
+has weights, all of that lies in the memory of the weights' gradient, which is needed last.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from mambakit.blocks.family import family_of
-from mambakit.blocks.lean_plan import Columns, add_to, entries, plan, shares_of, take, whole
+from mambakit.blocks.lean_plan import BLOCK, Channels, add_to, entries, plan, shares_of, slabs, take, whole
 from mambakit.blocks.shares import Part, Shares, Split
 from mambakit.ops.ssd_path import SsdPath
 from mambakit.ops.team import Team
 
-GRAIN = 0.02
-"""The share of memory that is not worth more steps where what was asked for cannot be had."""
-
 
 def shell(config: Any) -> Any:
     """A block that takes what is projected and returns what is to be; its parameters are to be put in."""
-    made = family_of(config).block(config, device="meta")
-    made.in_proj, made.out_proj = nn.Identity(), nn.Identity()
+    made: Any = family_of(config).block(config, device="meta")
+    del made.in_proj, made.out_proj
+    made.in_proj = made.out_proj = unchanged
     return made
+
+
+def unchanged(t: Any) -> Any:
+    return t
 
 
 class Call(NamedTuple):
@@ -77,70 +81,110 @@ class Backward:
         cast: torch.dtype | None,
     ):
         self.call, self.x_bsd, self.carried, self.parameters, self.cast = call, x_bsd, carried, parameters, cast
-        self.needs = dict(zip(("x", *carried, *parameters), needs, strict=True))
-        self.norm = call.block.outer_norm
-        self.d_x_bsd = self.zeros("x", x_bsd)
-        self.of_cache = {name: self.zeros(name, t) for name, t in carried.items()}
-        self.of_parameters = {name: self.zeros(name, t) for name, t in parameters.items()}
+        self.given = {"x": x_bsd, **carried, **parameters}
+        self.needs = dict(zip(self.given, needs, strict=True))
+        self.totals: dict[str, Tensor] = {}
+        self.norm, self.dtype, (b, s, _) = call.block.outer_norm, cast or x_bsd.dtype, x_bsd.shape
+        weight_Xd, weight_di = (parameters[f"{name}.weight"] for name in ("in_proj", "out_proj"))
         numbers = sum(t.numel() for t in parameters.values()) + 2 * x_bsd.numel()
         # An output's gradient and an input's are there at once, of which one stands for the output.
-        room = int((call.path.lean or 0) * numbers) - x_bsd.numel()
-        self.plan = plan(call.config, self.norm is None, *x_bsd.shape[:2], call.is_cut, room, int(GRAIN * numbers) + 1)
-        self.splits = shares_of(call.config, Team(None, 0, self.plan.size)).parameters
+        room, late = int((call.path.lean or 0) * numbers), x_bsd.numel()
+        self.memory_N: Tensor | None = None
+        self.inner_bsi: Tensor | None = None
+        if self.needs["in_proj.weight"] and b * s * self.dtype.itemsize <= weight_Xd[0].nbytes:
+            # Not wide: each row is written once.
+            self.totals["in_proj.weight"] = weight_Xd.new_empty(weight_Xd.shape)
+            self.memory_N = self.totals["in_proj.weight"].flatten().view(self.dtype)
+            rest = self.memory_N[b * s * len(weight_Xd) :]
+            if len(rest) >= b * s * weight_di.shape[1]:
+                self.inner_bsi = rest[: b * s * weight_di.shape[1]].view(b, s, -1)
+                room, late = room + weight_di.numel(), late + weight_di.numel()
+        self.slabs = slabs(b, s) if self.memory_N is None else [slice(0, b)]
+        work = (self.slabs[0].stop, s, call.is_cut, self.memory_N is not None, room, late)
+        self.plan = plan(call.config, self.norm is None, *work)
+        self.channels = Channels(call.config, self.plan.size)
 
-    def zeros(self, name: str, like: Tensor) -> Tensor | None:
+    def total(self, name: str) -> Tensor | None:
         """To add up a gradient in, at least float32: there are many to add."""
-        return torch.zeros_like(like, dtype=wide(like.dtype)) if self.needs[name] else None
+        if self.needs.get(name) and name not in self.totals:
+            like = self.given[name]
+            self.totals[name] = torch.zeros_like(like, dtype=wide(like.dtype))
+        return self.totals.get(name)
 
     def go(self, slab: "Slab") -> None:
         """Through some rows of the batch, rank after rank."""
-        columns = Columns(self.splits["in_proj.weight"], self.plan.size, self.plan.least)
-        slab.once = {part: self.project(slab.x_bsd, place) for part, place in columns.once()}
+        slab.once = {part: self.project(slab, rows) for part, rows in self.channels.once()}
         slab.d_once = {part: torch.zeros_like(t, dtype=wide(t.dtype)) for part, t in slab.once.items()}
-        d_bias_out = self.of_parameters.get("out_proj.bias")
-        if d_bias_out is not None:
-            d_bias_out += slab.d_y_bsd.sum((0, 1), dtype=d_bias_out.dtype)
-        made = None
+        found, made = [], None
         for rank in range(self.plan.size):
             team = Team(None, rank, self.plan.size)
             share = shares_of(self.call.config, team)
             made = shell(share.config) if made is None or made.config != share.config else made
-            Rank(self, slab, share, team, made, columns.own(rank)).go()
-        everything = slice(0, slab.x_bsd.shape[1])
-        for part, place in columns.once():
-            self.project_back(slab, everything, place, slab.d_once.pop(part).to(slab.x_bsd.dtype))
+            own = {part: self.project(slab, rows) for part, rows in self.channels.own(rank)}
+            Rank(self, slab, share, team, made, own).go()
+            found += [(rows, own.pop(part)) for part, rows in self.channels.own(rank)]
+            if self.memory_N is None:
+                self.project_back(slab, found)
+        for part, rows in self.channels.once():
+            found.append((rows, slab.once.pop(part).copy_(slab.d_once.pop(part))))
+        self.project_out_back(slab)
+        self.project_back(slab, found)
 
     def slab(self, rows: slice, d_y_bsd: Tensor, d_after: dict[str, Tensor | None], *norms: Tensor | None) -> "Slab":
-        dtype = self.cast or self.x_bsd.dtype
         # Copies: of what several ranks have of the cache after the call, the first to take it is to have the gradient.
         d_after = {name: None if d is None else d[rows].clone() for name, d in d_after.items()}
         inverse_bs1, products_bs1 = (None if t is None else t[rows] for t in norms)
-        return Slab(rows, self.x_bsd[rows].to(dtype), d_y_bsd[rows].to(dtype), d_after, inverse_bs1, products_bs1)
+        x_bsd, d_y_bsd = (t[rows].to(self.dtype) for t in (self.x_bsd, d_y_bsd))
+        return Slab(rows, x_bsd, d_y_bsd, d_after, inverse_bs1, products_bs1)
 
-    def project(self, x_bsd: Tensor, place: slice) -> Tensor:
-        weight, bias = self.parameters["in_proj.weight"], self.parameters.get("in_proj.bias")
-        return F.linear(x_bsd, weight[place].to(x_bsd.dtype), None if bias is None else bias[place].to(x_bsd.dtype))
+    def project(self, slab: "Slab", rows: slice) -> Tensor:
+        """Some of the channels, where their gradient may be written over them."""
+        weight, bias = self.parameters["in_proj.weight"][rows].to(self.dtype), self.parameters.get("in_proj.bias")
+        x_Nd, size = slab.x_bsd.flatten(0, 1), slab.x_bsd.shape[:2]
+        if self.memory_N is None:
+            out_NX = x_Nd.new_empty(len(x_Nd), len(weight))
+        else:
+            out_NX = self.memory_N[rows.start * len(x_Nd) : rows.stop * len(x_Nd)].view(len(x_Nd), len(weight))
+        torch.mm(x_Nd, weight.mT, out=out_NX)
+        return (out_NX if bias is None else out_NX.add_(bias[rows])).unflatten(0, size)
 
-    def project_back(self, slab: "Slab", piece: slice, place: slice, d_bsX: Tensor) -> None:
-        """From the gradient of some projected channels to those of their weights and of the input."""
-        d_NX, x_Nd = d_bsX.flatten(0, 1), slab.x_bsd[:, piece].flatten(0, 1)
-        weight = self.parameters["in_proj.weight"]
-        d_weight, d_bias = self.of_parameters["in_proj.weight"], self.of_parameters.get("in_proj.bias")
-        if d_weight is not None:
-            add_product(d_weight[place], d_NX.mT, x_Nd)
+    def project_back(self, slab: "Slab", found: list[tuple[slice, Tensor]]) -> None:
+        """From the gradients of projected channels, which are let go, to those of their weights and of the input."""
+        found.sort(key=lambda each: each[0].start)
+        x_Nd = slab.x_bsd.flatten(0, 1)
+        while found:
+            rows, d_bsX = found.pop()
+            if self.memory_N is not None:
+                # From the last to the first, a copy and then weights in its place: nothing is lost, since a row of
+                # weights takes no less than one of tokens.
+                taken = [d_bsX]
+                while found and found[-1][0].stop == rows.start and rows.stop - found[-1][0].start <= BLOCK:
+                    rows = slice(found[-1][0].start, rows.stop)
+                    taken.insert(0, found.pop()[1])
+                d_bsX = torch.cat(taken, -1)
+                self.totals["in_proj.weight"][rows] = 0
+            d_weight, d_bias, d_x_bsd = self.total("in_proj.weight"), self.total("in_proj.bias"), self.total("x")
+            d_NX = d_bsX.flatten(0, 1)
+            if d_weight is not None:
+                add_product(d_weight[rows], d_NX.mT, x_Nd)
+            if d_bias is not None:
+                d_bias[rows] += d_NX.sum(0, dtype=d_bias.dtype)
+            if d_x_bsd is not None:
+                weight = self.parameters["in_proj.weight"][rows].to(self.dtype)
+                add_product(d_x_bsd[slab.rows].flatten(0, 1), d_NX, weight)
+            del d_bsX, d_NX
+
+    def project_out_back(self, slab: "Slab") -> None:
+        """To the gradients of what remains of the output projection."""
+        d_weight, d_bias = self.total("out_proj.weight"), self.total("out_proj.bias")
+        if d_weight is not None and self.inner_bsi is not None:
+            add_product(d_weight, slab.d_y_bsd.flatten(0, 1).mT, self.inner_bsi.flatten(0, 1))
         if d_bias is not None:
-            d_bias[place] += d_NX.sum(0, dtype=d_bias.dtype)
-        if self.d_x_bsd is not None:
-            d_x_bsd = self.d_x_bsd[slab.rows, piece]
-            if d_x_bsd.is_contiguous():
-                add_product(d_x_bsd.flatten(0, 1), d_NX, weight[place].to(d_NX.dtype))
-            else:
-                d_x_bsd += d_bsX @ weight[place].to(d_NX.dtype)
+            d_bias += slab.d_y_bsd.sum((0, 1), dtype=d_bias.dtype)
 
     def gradients(self) -> Iterator[Tensor | None]:
-        totals = (self.d_x_bsd, *self.of_cache.values(), *self.of_parameters.values())
-        given = (self.x_bsd, *self.carried.values(), *self.parameters.values())
-        return (None if total is None else total.to(t.dtype) for total, t in zip(totals, given, strict=True))
+        totals = [self.total(name) for name in self.given]
+        return (None if d is None else d.to(t.dtype) for d, t in zip(totals, self.given.values(), strict=True))
 
 
 @dataclass
@@ -161,10 +205,55 @@ class Slab:
     d_once: dict[Part, Tensor] = field(default_factory=dict)
 
 
+class Projected:
+    """Projected channels in several tensors. Most blocks only split them; what else is asked takes a copy of all."""
+
+    def __init__(self, parts: Sequence[Tensor]):
+        self.parts = parts
+        self.dtype, self.new_full = parts[0].dtype, parts[0].new_full
+        self.shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+
+    def whole(self) -> Tensor:
+        return torch.cat(list(self.parts), -1)
+
+    def split(self, widths: Sequence[int], dim: int = -1) -> list[Tensor]:
+        """As a tensor does; no part is cut."""
+        parts, found = list(self.parts), []
+        for width in widths:
+            taken = [self.parts[0][..., :0]]
+            while sum(part.shape[dim] for part in taken) < width:
+                taken.append(parts.pop(0))
+            found.append(taken[-1] if len(taken) < 3 else torch.cat(taken[1:], dim))
+        return found
+
+    def __mul__(self, factors_X: Tensor) -> Tensor:
+        return self.whole() * factors_X
+
+    def __getitem__(self, at: Any) -> Tensor:
+        return self.whole()[at]
+
+
+class Leave(torch.autograd.Function):
+    """The end of a rank's way: what would be projected out is used at once, and its gradient made when it is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, rank: "Rank", piece: slice, inner_bsi: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.rank, ctx.piece = rank, piece
+        if rank.back.norm is not None:
+            ctx.save_for_backward(inner_bsi)
+        rank.project_out_back(piece, inner_bsi)
+        return inner_bsi.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+        return None, None, ctx.rank.d_inner(ctx.piece, *ctx.saved_tensors)
+
+
 class Rank:
     """One of the ranks that the heads are divided among, and its turn."""
 
-    def __init__(self, back: Backward, slab: Slab, share: Shares, team: Team, made: Any, own: dict[Part, slice]):
+    def __init__(self, back: Backward, slab: Slab, share: Shares, team: Team, made: Any, own: dict[Part, Tensor]):
         self.back, self.slab, self.share, self.team, self.made, self.own = back, slab, share, team, made, own
         self.parts = {part: entries(Split(0, (part,)), team) for part in share.parameters["in_proj.weight"].parts}
         leaves = {
@@ -174,8 +263,6 @@ class Rank:
         }
         put_in(made, leaves)
         self.leaves = {name: t for name, t in leaves.items() if t.requires_grad}
-        self.d_leaves: dict[str, Tensor] = {}
-        self.kept = {part: back.project(slab.x_bsd, at) for part, at in own.items()} if back.plan.keeps else {}
         self.place = entries(share.parameters["out_proj.weight"], team)
 
     def go(self) -> None:
@@ -185,16 +272,12 @@ class Rank:
         first = {name: take(t[slab.rows], share.cache.get(name), team) for name, t in back.carried.items()}
         entering = [back.call.caches(first)]
         for piece in pieces[:-1]:
-            entering.append(self.run(self.projected(piece), entering[-1])[1])
+            entering.append(self.run(Projected(self.projected(piece)).whole(), entering[-1])[1])
         d_carried = self.take_d_after()
         for piece in reversed(pieces):
             d_carried = self.go_back(piece, entering.pop(), d_carried)
-        for name, d_leaf in self.d_leaves.items():
-            total = back.of_parameters[name]
-            assert total is not None, "a leaf has a gradient where its parameter has one"
-            add_to(total, d_leaf, share.parameters.get(name), team)
-        for name, total in back.of_cache.items():
-            d = d_carried.get(name)
+        for name, d in d_carried.items():
+            total = back.total(name)
             if total is not None and d is not None:
                 add_to(total[slab.rows], d, share.cache.get(name), team)
 
@@ -210,21 +293,16 @@ class Rank:
             d.index_fill_(split.axis, own, 0)
         return found
 
-    def projected(self, piece: slice) -> Tensor:
+    def projected(self, piece: slice) -> list[Tensor]:
         """All that this rank projects, in its order."""
-        found = []
-        for part, at in self.parts.items():
-            if part in self.kept:
-                found.append(self.kept[part][:, piece])
-            elif part in self.own:
-                found.append(self.back.project(self.slab.x_bsd[:, piece], self.own[part]))
-            else:
-                found.append(self.slab.once[whole(part)][:, piece][..., at])
-        return torch.cat(found, -1)
+        return [
+            self.own[part][:, piece] if part in self.own else self.slab.once[whole(part)][:, piece, at]
+            for part, at in self.parts.items()
+        ]
 
-    def run(self, projected_bsX: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def run(self, projected_bsX: Any, cache: Any) -> tuple[Tensor, Any]:
         call, dtype = self.back.call, self.back.cast
-        with contextlib.nullcontext() if dtype is None else torch.autocast(projected_bsX.device.type, dtype=dtype):
+        with contextlib.nullcontext() if dtype is None else torch.autocast(self.slab.x_bsd.device.type, dtype=dtype):
             return self.made.run(projected_bsX, cache, call.path, *call.of_rows(self.slab.rows))
 
     def go_back(self, piece: slice, cache: Any, d_after: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -232,62 +310,67 @@ class Rank:
         back, slab = self.back, self.slab
         held = {name: getattr(cache, name).detach() for name in back.call.carried}
         wanted = {name: t.requires_grad_() for name, t in held.items() if piece.start or back.needs[name]}
-        given = self.projected(piece).requires_grad_()
+        # Not detached: autograd would take what is written elsewhere in the same memory for a change of these.
+        given = [t.data.requires_grad_() for t in self.projected(piece)]
+        self.made.out_proj = partial(Leave.apply, self, piece)
         with torch.enable_grad():
-            inner, after = self.run(given, back.call.caches(held))
-        weight, d_weight = back.parameters["out_proj.weight"], back.of_parameters["out_proj.weight"]
-        d_y = slab.d_y_bsd[:, piece]
-        value, d_inner = inner.detach(), d_y @ weight[:, self.place].to(d_y.dtype)
-        if slab.inverse_bs1 is not None and slab.products_bs1 is not None:
-            value, d_inner = self.through_norm(value, d_inner, slab.inverse_bs1[:, piece], slab.products_bs1[:, piece])
+            left, after = self.run(Projected(given), back.call.caches(held))
+        self.made.out_proj = unchanged
+        ends = [(left, torch.ones_like(left))]
+        ends += [(t, d) for name, d in d_after.items() if d is not None and (t := getattr(after, name)).requires_grad]
+        inputs = [*given, *wanted.values(), *self.leaves.values()]
+        y, d = ([end[i] for end in ends] for i in range(2))
+        # The graph keeps what it needs, and lets it go as it goes back.
+        del left, after, ends
+        found = torch.autograd.grad(y, inputs, d, allow_unused=True)
+        d_given, d_held = found[: len(given)], found[len(given) : len(given) + len(wanted)]
+        for name, d_leaf in zip(self.leaves, found[len(given) + len(wanted) :], strict=True):
+            total = back.total(name)
+            if d_leaf is not None and total is not None:
+                add_to(total, d_leaf, self.share.parameters.get(name), self.team)
+        for part, d_part in zip(self.parts, d_given, strict=True):
+            if part in self.own:
+                own = self.own[part][:, piece]
+                own.zero_() if d_part is None else own.copy_(d_part)
+            elif d_part is not None:
+                add_to(slab.d_once[whole(part)][:, piece], d_part, Split(2, (part,)), self.team)
+        return dict(zip(wanted, d_held, strict=True))
+
+    def project_out_back(self, piece: slice, inner_bsi: Tensor) -> None:
+        """To the gradient of this rank's columns of the output projection, or what it needs once all are there."""
+        back, d_y_bsd = self.back, self.slab.d_y_bsd[:, piece]
+        if self.slab.inverse_bs1 is not None:
+            inner_bsi = (inner_bsi * self.slab.inverse_bs1[:, piece]).mul_(self.norm_weight()).to(inner_bsi.dtype)
+        if back.inner_bsi is not None:
+            back.inner_bsi[:, piece, self.place] = inner_bsi.to(back.inner_bsi.dtype)
+            return
+        d_weight = back.total("out_proj.weight")
         if d_weight is not None:
-            factors = (d_y.flatten(0, 1).mT, value.flatten(0, 1))
+            factors = (d_y_bsd.flatten(0, 1).mT, inner_bsi.flatten(0, 1))
             if isinstance(self.place, slice):
                 add_product(d_weight[:, self.place], *factors)
             else:
-                d_weight.index_add_(1, self.place, (factors[0] @ factors[1]).to(d_weight.dtype))
-        ends = [(inner, d_inner)]
-        ends += [(t, d) for name, d in d_after.items() if d is not None and (t := getattr(after, name)).requires_grad]
-        inputs = [given, *wanted.values(), *self.leaves.values()]
-        y, d = ([end[i] for end in ends] for i in range(2))
-        # The graph keeps what it needs, and lets it go as it goes back.
-        del value, inner, after, ends, d_inner, given
-        d_given, *found = torch.autograd.grad(y, inputs, d, allow_unused=True)
-        del y, d, inputs
-        for name, d_leaf in zip(self.leaves, found[len(wanted) :], strict=True):
-            if d_leaf is not None:
-                self.d_leaves[name] = d_leaf if name not in self.d_leaves else self.d_leaves[name] + d_leaf
-        start = 0
-        for part, at in self.parts.items():
-            width = len(part.own(self.team))
-            d_part = d_given[..., start : start + width]
-            start += width
-            if part in self.own:
-                back.project_back(slab, piece, self.own[part], d_part)
-            elif isinstance(at, slice):
-                slab.d_once[whole(part)][:, piece, at] += d_part
-            else:
-                total = slab.d_once[whole(part)][:, piece]
-                total.index_add_(-1, at, d_part.to(total.dtype))
-        return dict(zip(wanted, found, strict=False))
+                add_to(d_weight, factors[0] @ factors[1], self.share.parameters["out_proj.weight"], self.team)
 
-    def through_norm(
-        self, u_bsi: Tensor, d_inner_bsi: Tensor, inverse_bs1: Tensor, products_bs1: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What the norm makes of this rank's channels, and their gradient.
-
-        `products_bs1` are those of all channels with their gradients, and so of the output with its own.
-        """
-        norm, back, dtype = self.back.norm, self.back, u_bsi.dtype
-        weight_i = take(norm.weight.detach(), self.share.parameters["norm.weight"], self.team)
+    def d_inner(self, piece: slice, u_bsi: Tensor | None = None) -> Tensor:
+        """The gradient of what is to be projected out, or of `u` where there is a norm in between."""
+        back, slab, d_y_bsd = self.back, self.slab, self.slab.d_y_bsd[:, piece]
+        d_inner_bsi = d_y_bsd @ back.parameters["out_proj.weight"][:, self.place].to(d_y_bsd.dtype)
+        if u_bsi is None or slab.inverse_bs1 is None or slab.products_bs1 is None:
+            return d_inner_bsi
+        inverse_bs1, weight_i = slab.inverse_bs1[:, piece], self.norm_weight()
         d_normed_bsi = d_inner_bsi * inverse_bs1
-        d_weight_i = back.of_parameters["norm.weight"]
+        d_weight_i = back.total("norm.weight")
         if d_weight_i is not None:
             found = (d_normed_bsi * u_bsi).sum((0, 1)).to(d_weight_i.dtype)
             add_to(d_weight_i, found, self.share.parameters["norm.weight"], self.team)
-        shared_bs1 = products_bs1 * inverse_bs1.square() / norm.weight.shape[0]
+        # The products are those of all channels with their gradients, and so of the output with its own.
+        shared_bs1 = slab.products_bs1[:, piece] * inverse_bs1.square() / len(back.norm.weight)
         d_u_bsi = (d_normed_bsi.mul_(weight_i)).addcmul_(u_bsi.to(d_normed_bsi.dtype), shared_bs1, value=-1)
-        return (u_bsi * inverse_bs1).mul_(weight_i).to(dtype), d_u_bsi.to(dtype)
+        return d_u_bsi.to(u_bsi.dtype)
+
+    def norm_weight(self) -> Tensor:
+        return take(self.back.norm.weight.detach(), self.share.parameters["norm.weight"], self.team)
 
 
 def is_outside(name: str, norm: nn.Module | None) -> bool:

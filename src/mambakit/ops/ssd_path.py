@@ -26,8 +26,8 @@ class SsdPath:
     `"serial_recalculated"` (keeps the inputs only and recomputes the rest in its backward).
     `chunk_len=None` takes `optimal_chunk_len`. `backend="auto"` takes the fastest that supports the call; one asked for
     by name runs or raises. With `lean` a block keeps nothing but its input for the backward and computes the rest
-    again, a few heads and tokens at a time, in that share of memory beyond its input, output and parameters' gradients,
-    or as little as it can: `lean=0.5` is little, `lean=0.2` is less and slower. See docs/algorithms.md.
+    again, a few heads at a time, in that share of memory beyond its input, output and parameters' gradients, or about
+    as little as it can: `lean=0.2` is little. See docs/algorithms.md.
 
     Examples:
         >>> path = mk.SsdPath.serial(chunk_len=64)
