@@ -218,18 +218,19 @@ static void multiply_panels(
     }
 }
 
-// Rows `row` and `row + 1`, or `row` alone, with B rows of x from `b` on. All are floats, `wide` of them, whole vectors.
+// Rows `row` and `row + 1`, or `row` alone, with B rows of x from `b` on. All are floats, `wide` of them, whole vectors. Not
+// inline: what its callers keep in registers would leave too few for the sums.
 template <int B>
-static void float_block(
+__attribute__((noinline)) static void float_block(
     const Matrix& m, const float* weights, int64_t row, int64_t count, const float* x, int64_t wide, int64_t b,
     const Results& to) {
-    const float *first = weights, *second = weights + (count - 1) * wide;
+    const float *first = weights, *second = weights + (count - 1) * wide, *own = x + b * wide;
     vf sums[2][B] = {};
     for (int64_t k = 0; k < wide; k += W) {
         const vf one = load(first + k), other = load(second + k);
 #pragma GCC unroll 16
         for (int i = 0; i < B; i++) {
-            const vf part = load(x + (b + i) * wide + k);
+            const vf part = load(own + i * wide + k);
             sums[0][i] += one * part;
             sums[1][i] += other * part;
         }
