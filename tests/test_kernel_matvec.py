@@ -214,6 +214,16 @@ def test_what_the_kernels_leave_to_torch():
         assert error(torch.vmap(linear)(x), nn.Linear.forward(linear, x)) < 1e-6
 
 
+def test_many_rows_of_bfloat16_where_torch_has_wider_vectors(monkeypatch):
+    linear = make_linear(6, 40)
+    rounded, few, many = Bfloat16Linear(linear, "bfloat16").stored(), torch.randn(16, 40), torch.randn(17, 40)
+    monkeypatch.setattr("mambakit.kernels.cpu.backend.torch_is_wider", lambda: True)
+    with torch.no_grad():
+        assert matvec.multiply(few, rounded) is not None
+        assert matvec.multiply(many, rounded) is None
+        assert matvec.multiply(many, Int8Linear(linear, "int8").stored()) is not None
+
+
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_linear(rows, backend):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.kernels.cpu.library import library, processor, why_missing
+from mambakit.kernels.cpu.library import library, processor, torch_is_wider, why_missing
 from mambakit.ops.backends import Backend, register_backend
 
 
@@ -22,21 +22,24 @@ def about() -> dict[str, Any]:
 
 
 def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Many rounded rows where torch knows faster float32 products: bfloat16 on plain vectors, and on Arm without the
-    instructions for them."""
+    """Many rounded rows where torch knows faster float32 products: on Arm without the instructions for such numbers,
+    and those of bfloat16 where torch's vectors are wider."""
     if operation != "few_rows":
         return None
     # Here, because operations import kernels.
     from mambakit.ops.few_rows import MAX_ROWS
 
-    instruction_set, extension = processor()
-    if instruction_set not in ("neon", "plain") or extension == "bf16":
-        return None
     x, weight = tensors[:2]
     assert x is not None, "it is what is multiplied"
     assert weight is not None, "it is what it is multiplied with"
-    integers = instruction_set == "plain" or extension != "none"
-    if x.numel() <= MAX_ROWS * x.shape[-1] or (integers and weight.dtype != torch.bfloat16):
+    if x.numel() <= MAX_ROWS * x.shape[-1]:
+        return None
+    instruction_set, extension = processor()
+    if weight.dtype == torch.bfloat16:
+        slower = torch_is_wider() or (instruction_set == "neon" and extension != "bf16")
+    else:
+        slower = instruction_set == "neon" and extension == "none"
+    if not slower:
         return None
     return "without instructions for such numbers, torch's products of many rows are faster"
 

@@ -165,9 +165,14 @@ def processor() -> tuple[str, str]:
     return library().instruction_set, library().extension
 
 
+def torch_is_wider() -> bool:
+    """Whether torch's products have AVX where the kernels, for want of AVX2, are those of any machine."""
+    return library().usable == ["plain"] and bool(library()._ask("can_run", "avx"))
+
+
 # A compiler asks once, instead of tracing how a library is loaded. This is all that
 # `torch.compiler.assume_constant_result` does, which would import the whole compiler here.
-for ask in (why_missing, processor):
+for ask in (why_missing, processor, torch_is_wider):
     ask._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -61,43 +61,12 @@ template <class Dot>
 constexpr bool IS_WIDE = __is_same(Dot, Int16Dot) || __is_same(Dot, FloatDot);
 
 // to[c][r] = from[r][c], W by W.
-#if MK_WIDTH == 16
-MK_INLINE void turn(const vi (&from)[W], vi* to) {
-    vi pairs[W], fours[W];
-    for (int i = 0; i < W; i += 2) {
-        pairs[i] = __builtin_shufflevector(from[i], from[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        pairs[i + 1] =
-            __builtin_shufflevector(from[i], from[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    }
-    // fours[4 q + j]: in each quarter of the vector, column j of its own four columns, of rows 4 q to 4 q + 3.
-    for (int q = 0; q < 4; q++)
-        for (int j = 0; j < 2; j++) {
-            const vi a = pairs[4 * q + j], b = pairs[4 * q + 2 + j];
-            fours[4 * q + 2 * j] =
-                __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            fours[4 * q + 2 * j + 1] =
-                __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        }
-    for (int j = 0; j < 4; j++) {
-        const vi a = fours[j], b = fours[4 + j], c = fours[8 + j], d = fours[12 + j];
-        const vi ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        const vi cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        const vi ab_odd = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        const vi cd_odd = __builtin_shufflevector(c, d, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        to[j] = __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        to[4 + j] = __builtin_shufflevector(ab_odd, cd_odd, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        to[8 + j] = __builtin_shufflevector(ab, cd, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-        to[12 + j] = __builtin_shufflevector(ab_odd, cd_odd, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-}
-#else
 MK_INLINE void turn(const vi (&from)[W], vi* to) {
     vf block[MK_WIDTH];
     for (int r = 0; r < W; r++) block[r] = (vf)from[r];
     transpose_block(block);
     for (int c = 0; c < W; c++) to[c] = (vi)block[c];
 }
-#endif
 
 // Rows [row, row + count) as [4 bytes][W rows], those that are not there like the last.
 template <class Dot>
@@ -218,18 +187,19 @@ static void multiply_panels(
     }
 }
 
-// Rows `row` and `row + 1`, or `row` alone, with B rows of x from `b` on. All are floats, `wide` of them, whole vectors.
+// Rows `row` and `row + 1`, or `row` alone, with B rows of x from `b` on. All are floats, `wide` of them, whole vectors. Not
+// inline: what its callers keep in registers would leave too few for the sums.
 template <int B>
-static void float_block(
+__attribute__((noinline)) static void float_block(
     const Matrix& m, const float* weights, int64_t row, int64_t count, const float* x, int64_t wide, int64_t b,
     const Results& to) {
-    const float *first = weights, *second = weights + (count - 1) * wide;
+    const float *first = weights, *second = weights + (count - 1) * wide, *own = x + b * wide;
     vf sums[2][B] = {};
     for (int64_t k = 0; k < wide; k += W) {
         const vf one = load(first + k), other = load(second + k);
 #pragma GCC unroll 16
         for (int i = 0; i < B; i++) {
-            const vf part = load(x + (b + i) * wide + k);
+            const vf part = load(own + i * wide + k);
             sums[0][i] += one * part;
             sums[1][i] += other * part;
         }

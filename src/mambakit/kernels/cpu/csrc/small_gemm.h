@@ -98,6 +98,35 @@ struct Tile {
 };
 
 // One lane of each of W vectors against one vector of the W lanes.
+#if MK_WIDTH == 16
+MK_INLINE void transpose_block(vf (&x)[MK_WIDTH]) {
+    vf pairs[W], fours[W];
+    for (int i = 0; i < W; i += 2) {
+        pairs[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        pairs[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    }
+    // fours[4 q + j]: in each quarter of the vector, column j of its own four columns, of rows 4 q to 4 q + 3.
+    for (int q = 0; q < 4; q++)
+        for (int j = 0; j < 2; j++) {
+            const vf a = pairs[4 * q + j], b = pairs[4 * q + 2 + j];
+            fours[4 * q + 2 * j] =
+                __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+            fours[4 * q + 2 * j + 1] =
+                __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        }
+    for (int j = 0; j < 4; j++) {
+        const vf a = fours[j], b = fours[4 + j], c = fours[8 + j], d = fours[12 + j];
+        const vf ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        const vf cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        const vf ab_odd = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        const vf cd_odd = __builtin_shufflevector(c, d, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        x[j] = __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        x[4 + j] = __builtin_shufflevector(ab_odd, cd_odd, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        x[8 + j] = __builtin_shufflevector(ab, cd, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        x[12 + j] = __builtin_shufflevector(ab_odd, cd_odd, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+}
+#else
 MK_INLINE void transpose_block(vf (&x)[MK_WIDTH]) {
     // Blocks of 1, 2, 4, ... change places across the diagonal of a block twice as large.
 #pragma GCC unroll 4
@@ -125,6 +154,7 @@ MK_INLINE void transpose_block(vf (&x)[MK_WIDTH]) {
         }
     }
 }
+#endif
 
 // to[j][i] = from[i][j] for i < rows, j < columns; each row of `to` is filled up with zeros to `width` >= rows.
 static void transpose(const float* from, int64_t ld_from, int64_t rows, int64_t columns, float* to, int64_t ld_to,

@@ -245,12 +245,20 @@ static void gather_rows(const Sequence& from, const Chunk& c, int64_t m, int64_t
 }
 
 // The other way: q rows of n floats to where a tensor has them, or added to what it has.
-template <class Number>
+template <class Factors, class Number>
 static void scatter_rows(const float* from, int64_t width, int64_t q, int64_t n, Number* to, int64_t ld, bool add) {
     for (int64_t i = 0; i < q; i++)
         for (int64_t j = 0; j < n; j += W) {
+            Number* here = to + i * ld + j;
             vf x = load(from + i * width + j);
-            store_part(to + i * ld + j, add ? x + load_part(to + i * ld + j, n - j) : x, n - j);
+            if (add) x += load_part(here, n - j);
+            if constexpr (sizeof(Number) < sizeof(float)) {
+                if (n - j >= W) {
+                    put_rounded<Factors>(here, x);
+                    continue;
+                }
+            }
+            store_part(here, x, n - j);
         }
 }
 

@@ -248,7 +248,7 @@ static void backward_chunk(const Ssd& x, const SsdBackward& grads, int64_t head,
                              rows_as_down<Factors>(at.d_y, c.q, P, at.d_y_room), d_v, directly ? ld_v : P);
     if (!directly)
         with_numbers(x.narrow, MK_BODY(auto number) {
-            scatter_rows(at.d_v, P, c.q, x.p, (decltype(number)*)grads.d_v_bsmhp + place, ld_v, false);
+            scatter_rows<Factors>(at.d_v, P, c.q, x.p, (decltype(number)*)grads.d_v_bsmhp + place, ld_v, false);
         });
 
     weigh_rows_down<Factors>(at.d_y, c.q, P, MK_BODY(int64_t i) { return d.from_start[i]; }, at.weighed);
@@ -303,7 +303,7 @@ static void finish_sides(const Ssd& x, BackwardBuffers& at, const Sides& sides) 
     });
     with_numbers(sides.narrow, MK_BODY(auto number) {
         auto put = MK_BODY(const float* from, void* to) {
-            scatter_rows(from, R, c.q, x.r, (decltype(number)*)to + c.start * m * sides.ld, sides.ld, sides.add);
+            scatter_rows<Factors>(from, R, c.q, x.r, (decltype(number)*)to + c.start * m * sides.ld, sides.ld, sides.add);
         };
         put(d_b, sides.d_b);
         put(d_c, sides.d_c);

@@ -36,16 +36,23 @@ MK_INLINE vh rounded_natively(vf x) {
 }
 #endif
 
+// A vector of bfloat16.
+template <class Factors>
+MK_INLINE void put_rounded(bfloat16* to, vf x) {
+    if constexpr (Factors::HELD == 1) store(to, x);
+#if defined(MK_X86) && MK_WIDTH == 16
+    else {
+        vh bits = rounded_natively(x);
+        memcpy(to, &bits, sizeof bits);
+    }
+#endif
+}
+
 // Numbers [at, at + W) of a row, whose words begin at `row`.
 template <class Factors>
 MK_INLINE void put_numbers(float* row, int64_t at, vf x) {
     if constexpr (Factors::HELD == 1) store(row + at, x);
-#if defined(MK_X86) && MK_WIDTH == 16
-    else {
-        vh bits = rounded_natively(x);
-        memcpy((bfloat16*)row + at, &bits, sizeof bits);
-    }
-#endif
+    else put_rounded<Factors>((bfloat16*)row + at, x);
 }
 template <class Factors>
 MK_INLINE vf get_numbers(const float* row, int64_t at) {

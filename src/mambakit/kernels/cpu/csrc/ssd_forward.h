@@ -94,7 +94,7 @@ static void forward_chunk(const Ssd& x, int64_t head, const Heads& heads, Forwar
     read<Factors>(x, c.q, at.c, entering, at.decays.from_start, at.mixed, v, y, directly ? ldy : P);
     if (!directly)
         with_numbers(x.narrow, MK_BODY(auto number) {
-            scatter_rows(at.y, P, c.q, x.p, (decltype(number)*)y_bsmhp + place, ldy, false);
+            scatter_rows<Factors>(at.y, P, c.q, x.p, (decltype(number)*)y_bsmhp + place, ldy, false);
         });
     advance<Factors, true>(x, c, at.decays, at.b_now, at.v, at.weighed, state, state);
 }
