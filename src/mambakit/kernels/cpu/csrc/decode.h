@@ -3,7 +3,7 @@
 // Rows may be tokens of one text that follow one another. Their logits are those of one call per token, to the last
 // digit, while weights and large states are read once. Without rows, a call only writes again what is noted.
 //
-// Two to four parallel regions per part, since each costs microseconds.
+// All of it by one crew: a model is a hundred loops of some ten microseconds.
 #pragma once
 
 #include "part.h"
@@ -66,7 +66,7 @@ static void run_part(const DecodePart& part, const Decode& call, const float* in
     if (part.kind == 6) run_part(*(const MoePart*)part.block, x);
 }
 
-static void decode(const Decode& call) {
+static void run_model(const Decode& call) {
     const DecodeModel& model = *call.model;
     const int64_t batch = call.batch, width = model.width;
     float* residual = scratch<DECODE_RESIDUAL>(batch * width);
@@ -94,6 +94,10 @@ static void decode(const Decode& call) {
     if (!batch) return;
     const Passing last = {model.norm_f, batch, residual, {}, {}};
     project_normed(model.head, last, {call.logits, model.head.rows, false, model.logits_scale});
+}
+
+static void decode(const Decode& call) {
+    with_crew([&] { run_model(call); });
 }
 
 }  // namespace MK_ISA
