@@ -8,30 +8,31 @@
 
 namespace MK_ISA {
 
-// One thread leads and hands out loops, cut into shares. Others take shares where they come in time; the leader takes what
-// nobody has taken, so that it waits for none that has not begun.
+// One thread leads and hands out loops, cut into shares. A thread takes the share of its own number, whose memory it had the
+// last time too, then what others have not begun: the leader waits for none that is not at work.
 struct Crew {
     typedef void (*Share)(int64_t share, void* context);
+    static constexpr int64_t MOST = 32;
 
     const int64_t threads;
-    explicit Crew(int64_t threads) : threads(threads) {}
+    explicit Crew(int64_t threads) : threads(threads < MOST ? threads : MOST) {}
 
-    // In the leading thread: all shares of a loop, of which every one is run once.
+    // In the leading thread, number 0: all shares of a loop, of which every one is run once.
     void run(int64_t shares, Share share, void* context) {
         // Nobody reads these now: all shares of the loop before are done.
         __atomic_store_n(&share_, share, __ATOMIC_RELAXED);
         __atomic_store_n(&context_, context, __ATOMIC_RELAXED);
         __atomic_store_n(&done_, 0, __ATOMIC_RELAXED);
         loop_ += LOOP;
-        __atomic_store_n(&left_, loop_ + shares, __ATOMIC_RELEASE);
-        while (take_one()) {}
+        __atomic_store_n(&left_, loop_ + ((uint64_t(1) << shares) - 1), __ATOMIC_RELEASE);
+        while (take_one(0)) {}
         wait([&] { return __atomic_load_n(&done_, __ATOMIC_ACQUIRE) == shares; });
     }
     // In the leading thread, after the last loop; in others, until then.
     void end() { __atomic_store_n(&left_, END, __ATOMIC_RELEASE); }
-    void help() {
+    void help(int64_t number) {
         bool ended = false;
-        while (!ended) wait([&] { return take_one() || (ended = __atomic_load_n(&left_, __ATOMIC_ACQUIRE) == END); });
+        while (!ended) wait([&] { return take_one(number) || (ended = __atomic_load_n(&left_, __ATOMIC_ACQUIRE) == END); });
     }
 
     // The crew that this thread leads, or null.
@@ -41,17 +42,20 @@ struct Crew {
     }
 
 private:
-    // The loop's number, above that of its shares that nobody has taken.
-    static constexpr uint64_t LOOP = uint64_t(1) << 32, END = ~uint64_t(0);
+    // The loop's number, above a bit for each of its shares that nobody has taken.
+    static constexpr uint64_t LOOP = uint64_t(1) << MOST, END = ~uint64_t(0);
 
-    bool take_one() {
+    bool take_one(int64_t number) {
         uint64_t left = __atomic_load_n(&left_, __ATOMIC_ACQUIRE);
         if (left == END || left % LOOP == 0) return false;
         const Share share = __atomic_load_n(&share_, __ATOMIC_RELAXED);
         void* context = __atomic_load_n(&context_, __ATOMIC_RELAXED);
+        const int64_t own = left >> number & 1 ? number : __builtin_ctzll(left);
         // While a share is left, so is its loop: what was just read belongs to it.
-        if (!__atomic_compare_exchange_n(&left_, &left, left - 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return true;
-        share((int64_t)(left % LOOP) - 1, context);
+        if (!__atomic_compare_exchange_n(
+                &left_, &left, left & ~(uint64_t(1) << own), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+            return true;
+        share(own, context);
         __atomic_add_fetch(&done_, 1, __ATOMIC_RELEASE);
         return true;
     }

@@ -78,8 +78,8 @@ static void with_crew(const Body& body) {
     const int64_t threads = num_threads();
     if (threads == 1 || !mk_torch_parallel_for || Crew::led()) return body();
     Crew crew(threads);
-    parallel(threads, [&](int64_t begin, int64_t) {
-        if (begin) return crew.help();
+    parallel(crew.threads, [&](int64_t begin, int64_t) {
+        if (begin) return crew.help(begin);
         // Whatever happens, the others are let go.
         struct Lead {
             Crew& crew;
