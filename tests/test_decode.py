@@ -427,6 +427,33 @@ def test_memory_outlives_the_parameter(name):
     assert want.isfinite().all()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("vocabulary", [5, 257, 20_011])
+def test_the_likeliest_token_is_told(vocabulary, threads):
+    """The first of the largest logits, whoever of the threads has computed it; none where they are not finite."""
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(block=CONFIGS["mamba2"], n_layer=1, vocab_size=vocabulary))
+    decoder, before = Decoder(model), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for spoilt in (None, "twins", "nan", "inf"):
+            with torch.no_grad():
+                weight_wd = model.backbone.embedding.weight
+                if spoilt == "twins":
+                    weight_wd[3:] = weight_wd[3]
+                elif spoilt is not None:
+                    weight_wd[4, 0] = float(spoilt)
+            decoder.load(model.fresh_cache(3))
+            logits_bw = decoder.step([1, 2, 0])
+            best_b, place_b = logits_bw.max(-1)
+            assert decoder.best == [
+                p if f else -1 for p, f in zip(place_b.tolist(), best_b.isfinite().tolist(), strict=True)
+            ]
+            assert spoilt != "nan" or decoder.best == [-1] * 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def with_hook(model: LanguageModel) -> LanguageModel:
     model.backbone.layers[1].mixer.in_proj.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
     return model

@@ -160,13 +160,13 @@ class TestTokens:
     @pytest.mark.parametrize("name", MODELS)
     def test_logits_are_those_of_single_steps(self, name, monkeypatch):
         model, logits = make(name), []
-        choose = mk.inference.sampling.Sampler.choose
+        choose = mk.inference.generation.choose
 
-        def noted(self, logits_bw, *rest):
+        def noted(requests, logits_bw, *rest):
             logits[-1].append(logits_bw.clone())
-            return choose(self, logits_bw, *rest)
+            return choose(requests, logits_bw, *rest)
 
-        monkeypatch.setattr(mk.inference.sampling.Sampler, "choose", noted)
+        monkeypatch.setattr(mk.inference.generation, "choose", noted)
         for kind in ("off", "ngram"):
             logits.append([])
             mk.generate(model, prompt(1), max_new_tokens=40, temperature=0, speculate=kind)

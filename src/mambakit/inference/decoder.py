@@ -50,6 +50,8 @@ class StepByStep:
 
     def __init__(self, model: LanguageModel, backend: str):
         self._model, self._backend = model, backend
+        self.best: list[int] | None = None
+        """Not known here; see `Decoder`."""
         # A step that somebody else wrote may need its cache for longer.
         self._overwrites = getattr(model.step, "__func__", None) is LanguageModel.step
         self._cache: Any = None
@@ -59,7 +61,9 @@ class StepByStep:
         if self._overwrites:
             self._cache = tuple(copied(one) for one in cache)
 
-    def step(self, ids_b: Tensor) -> Tensor:
+    def step(self, ids_b: Tensor | list[int]) -> Tensor:
+        if isinstance(ids_b, list):
+            ids_b = torch.tensor(ids_b, device=self._model.backbone.embedding.weight.device)
         with use_backend(self._backend):
             if not self._overwrites:
                 with torch.no_grad():
@@ -177,6 +181,8 @@ class Decoder:
         self._states = States([spot.block for spot in self._spots], STATES[states])
         self._chains: list[Chain] = []
         """Of every row its last one."""
+        self.best: list[int] | None = None
+        """After each token of the last call the likeliest next one, -1 where logits are not finite."""
         self._at: At | None = None
         """Of one more token of every row, while rows stay where they are."""
         self._steps: tuple[list[int], list[int], At] | None = None
@@ -215,16 +221,23 @@ class Decoder:
         self._settle()
         return self._together(self._states.rows([row]))
 
-    def step(self, ids_b: Tensor) -> Tensor:
+    def step(self, ids_b: Tensor | list[int]) -> Tensor:
         """One more token of every row."""
-        check_readable("ids_b", ids_b)
         rows = len(self._states.places)
-        if not rows or tuple(ids_b.shape) != (rows,):
+        ids = ids_b if isinstance(ids_b, list) else self._listed(ids_b, rows)
+        if not rows or len(ids) != rows:
+            raise ValueError(f"ids_b has shape ({len(ids)},), but a cache of {rows} rows was loaded")
+        self._check_ids(ids)
+        logits_bw, self.best = self._decoding.step(ids, self._again() or self._plan([1] * rows, False))
+        return logits_bw
+
+    def _listed(self, ids_b: Tensor, rows: int) -> list[int]:
+        check_readable("ids_b", ids_b)
+        if ids_b.ndim != 1:
             raise ValueError(f"ids_b has shape {tuple(ids_b.shape)}, but a cache of {rows} rows was loaded")
         if ids_b.dtype != torch.int64 or ids_b.device.type != "cpu":
             raise ValueError(f"ids_b is {ids_b.dtype} on {ids_b.device}, expected int64 on the CPU")
-        self._check_ids(ids_b.tolist())
-        return self._decoding.step(ids_b, self._again() or self._plan([1] * rows, False))
+        return ids_b.tolist()
 
     def chains(self, ids: Sequence[Sequence[int]], on: bool = False) -> Tensor:
         """Tokens of every row that follow one another, in one call: the logits after each, row after row.
@@ -242,8 +255,8 @@ class Decoder:
             )
         tokens = [token for own in ids for token in own]
         self._check_ids(tokens)
-        at = self._plan([len(own) for own in ids], on)
-        return self._decoding.step(torch.tensor(tokens, dtype=torch.int64), at)
+        logits_bw, self.best = self._decoding.step(tokens, self._plan([len(own) for own in ids], on))
+        return logits_bw
 
     def _again(self) -> At | None:
         """Where one more token of every row belongs, if that is where the last one did."""
@@ -298,7 +311,7 @@ class Decoder:
         noted = [chain.places[chain.settled : chain.counted] for chain in self._chains]
         if any(noted):
             none = torch.empty(0, dtype=torch.int64)
-            self._decoding.step(none, self._in_order(At(none, none, none), noted, [0] * len(noted)))
+            self._decoding.step([], self._in_order(At(none, none, none), noted, [0] * len(noted)))
         for chain in self._chains:
             chain.settled = chain.counted
 

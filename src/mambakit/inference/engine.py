@@ -223,7 +223,7 @@ class Engine:
                 continue
             group.take_in()
             requests = list(group.requests)
-            for request, reason in zip(requests, choose(requests, group.logits_bw), strict=True):
+            for request, reason in zip(requests, choose(requests, group.logits_bw, group.best), strict=True):
                 if reason is None and not request.done:
                     continue
                 cache = group.row(request) if reason is not None and self._wants_state(request) else None
@@ -301,7 +301,7 @@ class Engine:
         # In one call rows do not touch one another; step by step, that holds for so many.
         room = self.max_rows if isinstance(decoder, Decoder) else few_rows.MAX_ROWS
         speculation = Speculation(decoder, Ngrams) if self._guesses and isinstance(decoder, Decoder) else None
-        self._groups.append(Group(decoder, device_of(self.model), room, speculation))
+        self._groups.append(Group(decoder, room, speculation))
         return self._groups[-1]
 
     def _wants_state(self, request: Request) -> bool:

@@ -14,7 +14,7 @@ from mambakit.inference.decoder import Decoder, check_states, make_decoder
 from mambakit.inference.engine import check_model, reading_backend
 from mambakit.inference.prefix_cache import PrefixCache, check_prefix_cache
 from mambakit.inference.prompts import Ids, Stop, read_prompts, read_stops
-from mambakit.inference.reading import Known, Reading, device_of
+from mambakit.inference.reading import Known, Reading
 from mambakit.inference.requests import Request, Stops
 from mambakit.inference.rows import Group, choose
 from mambakit.inference.sampling import Sampler, row_seeds
@@ -148,6 +148,8 @@ class Stream(Iterator[Tensor]):
                 ends = [Reading(model, [one], prefill_chunk, known=known).finish() for one in self._requests]
                 x_bd, self._prompt_cache = torch.cat([x_1d for x_1d, _ in ends]), concat([cache for _, cache in ends])
             self._logits_aw = model.logits(x_bd)
+        self._best: list[int] | None = None
+        """The likeliest tokens by these logits, where they are known."""
 
     @property
     def tokens(self) -> Tensor:
@@ -175,14 +177,14 @@ class Stream(Iterator[Tensor]):
     def __next__(self) -> Tensor:
         if len(self._given) == self._max_new_tokens or not self._going:
             raise StopIteration
-        with torch.no_grad():
-            self._take_in()
-            for request, reason in zip(self._going, choose(self._going, self._logits_aw), strict=True):
-                if request.error is not None:
-                    self._going = []
-                    raise request.error
-                if reason is not None:
-                    request.finish(reason)
+        self._take_in()
+        # Logits are recorded nowhere: they were made without gradients.
+        for request, reason in zip(self._going, choose(self._going, self._logits_aw, self._best), strict=True):
+            if request.error is not None:
+                self._going = []
+                raise request.error
+            if reason is not None:
+                request.finish(reason)
         self._is_behind, count = True, len(self._given) + 1
         newest = [one.tokens[-1] if len(one.tokens) == count else self._pad_id for one in self._requests]
         self._given.append(torch.tensor(newest, device=self._logits_aw.device))
@@ -202,13 +204,13 @@ class Stream(Iterator[Tensor]):
                     self._ended[request] = group.row(request)
                     group.leave(request)
                 self._going = list(group.requests)
-        self._logits_aw, self._is_behind = group.logits_bw, False
+        self._logits_aw, self._best, self._is_behind = group.logits_bw, group.best, False
 
     def _make_group(self) -> Group:
         decoder, source = self._decoder or make_decoder(self._model, self._backend, self._states), self._source
         if source is not None and isinstance(decoder, Decoder):
             self._speculation = Speculation(decoder, lambda ids: source)
-        group = Group(decoder, device_of(self._model), speculation=self._speculation)
+        group = Group(decoder, speculation=self._speculation)
         group.load(self._requests, self._prompt_cache)
         self._prompt_cache = self._decoder = None
         return group

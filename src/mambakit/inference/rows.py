@@ -15,13 +15,15 @@ from mambakit.inference.speculation import Speculation
 class Group:
     """Rows that are computed in one call of a decoder, each with its request."""
 
-    def __init__(self, decoder: Any, device: torch.device, room: int = 0, speculation: Speculation | None = None):
+    def __init__(self, decoder: Any, room: int = 0, speculation: Speculation | None = None):
         self.requests: list[Request] = []
         self.room = room
         """How many may join."""
         self.logits_bw = torch.empty(0, 0)
         """After the tokens that were taken in last."""
-        self._decoder, self._device, self._speculation = decoder, device, speculation
+        self.best: list[int] | None = None
+        """Each row's likeliest next token, where a decoder tells; see there."""
+        self._decoder, self._speculation = decoder, speculation
 
     def load(self, requests: Sequence[Request], cache: Any) -> None:
         """These rows and no others, in their order."""
@@ -43,7 +45,7 @@ class Group:
             self.requests[row] = last
             if len(self.logits_bw) > len(self.requests):
                 self.logits_bw[row] = self.logits_bw[len(self.requests)]
-        self.logits_bw = self.logits_bw[: len(self.requests)]
+        self.logits_bw, self.best = self.logits_bw[: len(self.requests)], None
 
     def row(self, request: Request) -> Any:
         """A copy of its cache."""
@@ -57,21 +59,23 @@ class Group:
         """The newest token of every row. One that is alone may be guessed ahead."""
         if self._speculation is not None and len(self.requests) == 1:
             (request,) = self.requests
-            self.logits_bw = self._speculation.step(request.ids, request.tokens)
+            self.logits_bw, self.best = self._speculation.step(request.ids, request.tokens), None
             return
-        ids_b = torch.tensor([request.tokens[-1] for request in self.requests], device=self._device)
-        self.logits_bw = self._decoder.step(ids_b)
+        self.logits_bw = self._decoder.step([request.tokens[-1] for request in self.requests])
+        self.best = self._decoder.best
 
 
-def choose(requests: Sequence[Request], logits_bw: Tensor) -> list[str | None]:
-    """Give each request its next token; why that was its last, if it was.
+def choose(requests: Sequence[Request], logits_bw: Tensor, best: Sequence[int] | None = None) -> list[str | None]:
+    """Give each request its next token; why that was its last, if it was. `best` are the likeliest, if known.
 
     One that cannot go on fails alone: it is done then, with its error.
     """
     reasons: list[str | None] = [None] * len(requests)
     rules: dict[Sampler, list[int]] = {}
     for row, request in enumerate(requests):
-        if request.constraint is not None and request.constraint.only is not None:
+        if best is not None and best[row] >= 0 and request.constraint is None and request.sampler.takes_best:
+            reasons[row] = give(request, best[row], logits_bw, row)
+        elif request.constraint is not None and request.constraint.only is not None:
             # Nothing is left to choose.
             reasons[row] = give(request, request.constraint.only, logits_bw, row)
         else:

@@ -34,6 +34,11 @@ class Sampler:
         check_number("top_p", self.top_p, above=0, most=1, optional=True)
         check_number("min_p", self.min_p, least=0, most=1, optional=True)
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether it is the likeliest token as the model has it."""
+        return self.temperature == 0 and self.repetition_penalty is None
+
     def choose(self, logits_bw: Tensor, seen_bw: Tensor | None, uniform_b: Tensor | None) -> Tensor:
         """One token per row. `seen_bw` says which tokens the penalty is for; `uniform_b` in [0, 1) decides the draw.
 

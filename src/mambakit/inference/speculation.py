@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from mambakit.arguments import shown
@@ -200,7 +199,7 @@ class Speculation:
         if self._asleep:
             self._asleep -= 1
             self._steps += 1
-            return self._decoder.step(torch.tensor([tokens[-1]]))
+            return self._decoder.step([tokens[-1]])
         begun, news = self._clock(), tokens[self._told :]
         for token in news:
             self._source.add(token)
@@ -249,7 +248,7 @@ class Speculation:
     def _read(self, token: int) -> Tensor:
         self._chained = bool(self._guess)
         if not self._chained:
-            return self._decoder.step(torch.tensor([token]))
+            return self._decoder.step([token])
         logits_tw = self._decoder.chains([[token, *self._guess]])
         self.calls, self.guessed = self.calls + 1, self.guessed + len(self._guess)
         self._ahead_tw = logits_tw

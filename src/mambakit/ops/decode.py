@@ -62,8 +62,11 @@ class Decoding(Protocol):
         """The states lie here from now on."""
         ...
 
-    def step(self, ids_b: Tensor, at: "At") -> Tensor:
-        """Logits after tokens, int64 on the CPU, the same as from one call for each in their order."""
+    def step(self, ids: Sequence[int], at: "At") -> tuple[Tensor, list[int]]:
+        """Logits after tokens, the same as from one call for each in their order, and the likeliest after each.
+
+        That is the first of the largest logits, -1 where they are not finite.
+        """
         ...
 
 

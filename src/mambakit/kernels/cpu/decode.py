@@ -41,10 +41,33 @@ WORDS = {word: number for words in (ACTIVATIONS, ROUTERS) for number, word in en
 """The numbers of part_mlp.h and part_moe.h."""
 
 
+class Call:
+    """What a step is called with: all but its tokens and logits stays, while rows stay where they are."""
+
+    def __init__(self, model: Any, batch: int, at: decode.At):
+        self.at = at
+        self.ids, self.best = (ctypes.c_int64 * batch)(), (ctypes.c_int64 * batch)()
+        self.struct = Decode(
+            model=ctypes.addressof(model),
+            batch=batch,
+            ids=ctypes.addressof(self.ids),
+            text=pointer(at.text_b),
+            before=pointer(at.before_b),
+            after=pointer(at.after_b),
+            run=pointer(at.runs),
+            runs=0 if at.runs is None else len(at.runs),
+            again=pointer(at.again),
+            stays=at.stays,
+            best=ctypes.addressof(self.best),
+        )
+
+
 class Decoding:
     """See `ops.decode.Decoding`."""
 
     def __init__(self, model: decode.Model):
+        self._call: Call | None = None
+        """The last one."""
         self._held: list[Any] = []  # what the structs point to
         self._blocks: list[Any] = []
         self._given = model.parts
@@ -79,25 +102,15 @@ class Decoding:
                     gather(state, gathered)
             fill(block, own)
 
-    def step(self, ids_b: Tensor, at: decode.At) -> Tensor:
-        ids_b = ids_b.contiguous()
-        logits_bw = torch.empty(len(ids_b), self._model.head.rows)
-        run(
-            Decode(
-                model=ctypes.addressof(self._model),
-                batch=len(ids_b),
-                ids=pointer(ids_b),
-                text=pointer(at.text_b),
-                before=pointer(at.before_b),
-                after=pointer(at.after_b),
-                run=pointer(at.runs),
-                runs=0 if at.runs is None else len(at.runs),
-                again=pointer(at.again),
-                stays=at.stays,
-                logits=pointer(logits_bw),
-            )
-        )
-        return logits_bw
+    def step(self, ids: Sequence[int], at: decode.At) -> tuple[Tensor, list[int]]:
+        call = self._call
+        if call is None or call.at is not at:
+            call = self._call = Call(self._model, len(ids), at)
+        call.ids[:] = ids
+        logits_bw = torch.empty(len(ids), self._model.head.rows)
+        call.struct.logits = logits_bw.data_ptr()
+        run(call.struct)
+        return logits_bw, call.best[:]
 
     def _pack_part(self, part: decode.Part) -> DecodePart:
         number, struct = PARTS[part.kind]

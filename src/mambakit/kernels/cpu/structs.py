@@ -99,7 +99,7 @@ DecodePart{int64_t kind; pointer block; Norm norm; float scale; bool beside;}
 DecodeModel{int64_t width, parts; Matrix embedding; pointer part; Norm norm_f; Matrix head; float embedding_scale,
   logits_scale;}
 Decode{pointer model; int64_t batch; pointer ids, text, before, after, run; int64_t runs; pointer again; bool stays;
-  pointer logits;} decode(Decode)
+  pointer logits, best;} decode(Decode)
 LargePages{pointer start; int64_t bytes; bool touched;} large_pages(LargePages)
 VectorFunction{int64_t which; pointer x, y; int64_t n;} vector_function(VectorFunction)
 """

@@ -51,4 +51,23 @@ MK_INLINE Sum partial_sums(const Sum (&x)[FOUR]) {
     return MK_JOINED(first, last, 0) + MK_JOINED(first, last, 2);
 }
 
+// sum() of each of four vectors, to the last digit.
+MK_INLINE vf4 sums_of_four(const vf (&x)[FOUR]) {
+#if MK_WIDTH == 16
+#define MK_HALVES(a, b, p)                                                                                         \
+    __builtin_shufflevector(a, b, p, p + 1, p + 2, p + 3, p + 4, p + 5, p + 6, p + 7, p + 16, p + 17, p + 18, p + 19, \
+                            p + 20, p + 21, p + 22, p + 23)
+#define MK_QUARTERS(a, b, p)                                                                                        \
+    __builtin_shufflevector(a, b, p, p + 1, p + 2, p + 3, p + 8, p + 9, p + 10, p + 11, p + 16, p + 17, p + 18, p + 19, \
+                            p + 24, p + 25, p + 26, p + 27)
+    const vf first = MK_HALVES(x[0], x[1], 0) + MK_HALVES(x[0], x[1], 8);
+    const vf last = MK_HALVES(x[2], x[3], 0) + MK_HALVES(x[2], x[3], 8);
+    const vf four = MK_QUARTERS(first, last, 0) + MK_QUARTERS(first, last, 4);
+    const vf two = four + __builtin_shufflevector(four, four, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return __builtin_shufflevector(two, two, 0, 4, 8, 12) + __builtin_shufflevector(two, two, 1, 5, 9, 13);
+#else
+    return vf4{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])};
+#endif
+}
+
 }  // namespace MK_ISA

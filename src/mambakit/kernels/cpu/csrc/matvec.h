@@ -7,6 +7,7 @@
 
 #include "amx_product.h"
 #include "border.h"
+#include "lane_sums.h"
 #include "panel_product.h"
 #include "results.h"
 #include "rows.h"
@@ -134,12 +135,31 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
     }
 }
 
+// FOUR rows of the matrix with one row of x, in the order in which they lie.
+template <class Weights>
+MK_INLINE void multiply_four(const Matrix& m, int64_t row, const Inputs& x, Ahead& ahead, const Results& to) {
+    vf sums[FOUR];
+    for (int r = 0; r < FOUR; r++) {
+        Sums<1, 1> own = {};
+        dot_rows<Weights, 1, 1>(m, row + r, x, ahead, own);
+        sums[r] = own.of[0][0];
+    }
+    vf4 bias = {}, old = {};
+    if (m.bias) memcpy(&bias, m.bias + row, sizeof bias);
+    if (to.add) memcpy(&old, to.y + row, sizeof old);
+    // As multiply_block rounds.
+    const vf4 values = done((done(sums_of_four(sums)) + bias) * to.scale), all = to.add ? values + old : values;
+    memcpy(to.y + row, &all, sizeof all);
+}
+
 // Rows [begin, end); `ahead.lines` is how many passes share the asking.
 template <class Weights, int R, int B>
 static __attribute__((noinline)) void multiply_rows(
     const Matrix& m, int64_t begin, int64_t end, const Inputs& x, Ahead ahead, const Results& to) {
     ahead.lines = R == 1 && ahead.lines == 1 ? 0 : ceil_div(R, ahead.lines);
     int64_t row = begin;
+    if constexpr (R == 1 && B == 1)
+        for (; row + FOUR <= end; row += FOUR) multiply_four<Weights>(m, row, x, ahead, to);
     for (; row + R <= end; row += R) multiply_block<Weights, R, B>(m, row, x, ahead, to);
     for (; row < end; row++) multiply_block<Weights, 1, B>(m, row, x, ahead, to);
 }
@@ -207,14 +227,18 @@ static const float* filled_up(const Matrix& m, const float* x, int64_t batch) {
     return make_rows(m, batch, [&](int64_t row, float* to) { copy(x + row * m.columns, m.columns, to); });
 }
 
-// Below this many bytes a second thread costs more than it saves.
-constexpr int64_t WORTH_A_THREAD = 1 << 17;
+// Below this many bytes a second thread costs more than it saves; fewer where it waits for work already.
+static inline int64_t worth_a_thread() { return Crew::led() ? 1 << 15 : 1 << 17; }
 
-// body(begin, end) over rows of `m`, in one thread if it is small.
+// body(begin, end) over n things that all rows of `m` belong to, in one thread if it is small.
+template <class Body>
+static void over_rows(const Matrix& m, int64_t n, const Body& body) {
+    if (m.rows * bytes_per_row(m) < worth_a_thread()) body(int64_t(0), n);
+    else parallel(n, body);
+}
 template <class Body>
 static void over_rows(const Matrix& m, const Body& body) {
-    if (m.rows * bytes_per_row(m) < WORTH_A_THREAD) body(int64_t(0), m.rows);
-    else parallel(m.rows, body);
+    over_rows(m, m.rows, body);
 }
 
 struct Matvec {
@@ -231,7 +255,7 @@ static void matvec_narrow(const Matvec& call) {
     const Matrix& m = call.matrix;
     char* rows = room_for_rows<PRODUCT_SHARED>(m, call.batch);
     auto round = [&](int64_t begin, int64_t end) { round_rows(m, call.x, m.columns, begin, end, rows); };
-    if (call.batch * m.columns * (int64_t)sizeof(float) < WORTH_A_THREAD) round(0, call.batch);
+    if (call.batch * m.columns * (int64_t)sizeof(float) < worth_a_thread()) round(0, call.batch);
     else parallel(call.batch, round);
     over_rows(m, [&](int64_t begin, int64_t end) {
         multiply_many(m, begin, end, (const NarrowRow*)rows, call.batch, {call.y, m.rows, false}, true);

@@ -86,9 +86,9 @@ struct Int4Weights {
     }
     // As they are, from a byte on.
     MK_INSIDE vi get(int r, int64_t byte) const { return get<Int8Dot>(r, byte / LINE, byte % LINE); }
-    MK_INSIDE void ask(int r, int64_t line) const { prefetch(row[r], AHEAD + 32 * line); }
+    MK_INSIDE void ask(int r, int64_t line) const { prefetch_soon(row[r] + 32 * line, SOON_OF_FOUR); }
     MK_INSIDE void ask_rest(int r, int64_t line, int64_t bytes) const {
-        for (int64_t at = 32 * line; at < codes + bytes / 32; at += LINE) prefetch(row[r], AHEAD + at);
+        for (int64_t at = 32 * line; at < codes + bytes / 32; at += LINE) prefetch_soon(row[r] + at, SOON_OF_FOUR);
     }
 };
 

@@ -22,15 +22,21 @@ struct LargePages {
 // several times as long as writing to it, and what is read in order waits at the end of every small page.
 static void large_pages(const LargePages& call) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = 1 << 21, start = (uintptr_t)call.start, more = page - 1;
-    const uintptr_t begin = (start + (call.touched ? 0 : more)) & ~more;
-    const uintptr_t end = (start + call.bytes + (call.touched ? more : 0)) & ~more;
-    if (begin >= end) return;
-    madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+    const uintptr_t page = 1 << 21, start = (uintptr_t)call.start, end = start + call.bytes, more = page - 1;
+    const uintptr_t first = (start + more) & ~more, last = end & ~more;
 #if !defined(MADV_COLLAPSE)
 #define MADV_COLLAPSE 25  // since Linux 6.1; others say that they do not know it
 #endif
-    if (call.touched) madvise((void*)begin, end - begin, MADV_COLLAPSE);
+    auto ask = [&](uintptr_t from, uintptr_t to) {
+        if (from >= to) return;
+        madvise((void*)from, to - from, MADV_HUGEPAGE);
+        if (call.touched) madvise((void*)from, to - from, MADV_COLLAPSE);
+    };
+    ask(first, last);
+    if (!call.touched) return;
+    // The ends by themselves: where a neighbour may not move, the system moves nothing that was asked for together with it.
+    if (start < first) ask(first - page, first);
+    if (last < end && last >= first) ask(last, last + page);
 #endif
 }
 

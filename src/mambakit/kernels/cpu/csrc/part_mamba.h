@@ -36,15 +36,16 @@ static void run_part(const Mamba1Part& m, const Passing& x) {
     float* inner = scratch<DECODE_INNER>(2 * batch * i);
     float *out = inner + batch * i, *dt_b_c = scratch<DECODE_SMALL>(batch * small);
     float* dt = scratch<DECODE_DT>(batch * i);
-    over_rows(m.in_proj, [&](int64_t begin, int64_t end) {
-        multiply(m.in_proj, begin, end, normed_rows(m.in_proj, x), stored_columns(m.in_proj), batch,
-                 {projected, 2 * i, false});
-        // The channels just computed, as far as they are values and not gates.
-        const int64_t stop = least(end, i);
-        for (int64_t row = 0; row < batch && begin < stop; row++) {
+    // Of each channel its value, its gate and its convolution.
+    over_rows(m.in_proj, i, [&](int64_t begin, int64_t end) {
+        const float* normed = normed_rows(m.in_proj, x);
+        for (int64_t first = 0; first < 2 * i; first += i)
+            multiply(m.in_proj, first + begin, first + end, normed, stored_columns(m.in_proj), batch,
+                     {projected, 2 * i, false});
+        for (int64_t row = 0; row < batch; row++) {
             const float* before = m.window + x.rows.read(row) * i * s.k;
             float* after = m.window + x.rows.written(row) * i * s.k;
-            mamba1_step_conv(s, projected + row * 2 * i, before, after, inner + row * i, begin, stop);
+            mamba1_step_conv(s, projected + row * 2 * i, before, after, inner + row * i, begin, end);
         }
     });
     over_rows(m.x_proj, [&](int64_t begin, int64_t end) {
@@ -67,8 +68,7 @@ static void run_part(const Mamba1Part& m, const Passing& x) {
                              out + row * i, begin, end);
         }
     };
-    if (batch * i * s.r < STEP_ALONE) scan(0, i);
-    else parallel(i, scan);
+    over_rows(m.dt_proj, scan);
     project(m.out_proj, batch, x.onto, [&](int64_t row, float* to) { copy(out + row * i, i, to); });
 }
 

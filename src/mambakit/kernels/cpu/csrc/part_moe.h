@@ -147,7 +147,7 @@ static void run_part(const MoePart& m, const Passing& x) {
             multiply_experts(m.experts_in, wide, chosen[q], first, least(end - q * wide, wide), gathered, hidden);
         }
     };
-    if (experts * wide * bytes_per_row(m.experts_in) < WORTH_A_THREAD) enter(0, experts * wide);
+    if (experts * wide * bytes_per_row(m.experts_in) < worth_a_thread()) enter(0, experts * wide);
     else parallel(experts * wide, enter);
     for (int64_t pair = 0; pair < pairs; pair++) {
         activate_hidden(s.mlp(), hidden + pair * wide, s.hidden, active + pair * leaving);
@@ -166,7 +166,7 @@ static void run_part(const MoePart& m, const Passing& x) {
                 else x.onto.y[row * x.onto.stride + i] += x.onto.scale * total;
             }
     };
-    if (experts * width * bytes_per_row(m.experts_out) < WORTH_A_THREAD) leave(0, width);
+    if (experts * width * bytes_per_row(m.experts_out) < worth_a_thread()) leave(0, width);
     else parallel(width, leave);
     if (latent)
         project(m.latent_out, batch, x.onto, [&](int64_t row, float* to) { copy(input + row * width, width, to); });

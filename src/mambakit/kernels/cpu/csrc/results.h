@@ -15,12 +15,12 @@ struct Results {
 
 // Bytes between what is multiplied and what is asked for from memory.
 constexpr int64_t AHEAD = 8192;
-// The same where one row of x meets the weights in the order in which they lie. Into the second cache, as everywhere: the
-// one closest by waits for few lines at a time, fewer than memory's speed takes.
-constexpr int64_t SOON = 2048;
+// The same where few rows of x meet the weights in the order in which they lie, and where they meet four rows of the matrix
+// together. Into the cache closest by: what is in order there waits for nothing else.
+constexpr int64_t SOON = 6144, SOON_OF_FOUR = 12288;
 
-static inline __attribute__((always_inline)) void prefetch_soon(const void* at) {
-    __builtin_prefetch((const void*)((uintptr_t)at + SOON), 0, 2);
+static inline __attribute__((always_inline)) void prefetch_soon(const void* at, int64_t bytes = SOON) {
+    __builtin_prefetch((const void*)((uintptr_t)at + bytes), 0, 3);
 }
 
 }  // namespace MK_ISA

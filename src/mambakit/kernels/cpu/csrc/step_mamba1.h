@@ -24,30 +24,45 @@ static void mamba1_step_conv(
     convolve_token(s, begin, end - begin, window_in, window_out, projected, x + begin);
 }
 
-// One channel's state: h = exp(dt a) h + dt x b, read by c.
-template <bool PREPARED>
-MK_INLINE float mamba1_step_channel(
-    int64_t r, const float* a, float dt, float dt_x, const float* b, const float* c, const float* in, float* out) {
-    vf total = {};
-    each_vector(r, MK_BODY(int64_t i, int64_t count) {
-        vf rate = load_part(a + i, count);
-        vf decay = vexp(splat(dt) * (PREPARED ? rate : -vexp(rate)));
-        vf state = load_part(in + i, count) * decay + splat(dt_x) * load_part(b + i, count);
-        store_part(out + i, state, count);
-        total += state * load_part(c + i, count);
+// ROWS channels' states from `i` on: h = exp(dt a) h + dt x b, read by c.
+template <bool PREPARED, int ROWS>
+MK_INLINE void mamba1_step_channels(
+    const Mamba1Step& s, const float* dt, const float* dt_x, const float* b, const float* c, const float* in,
+    int64_t stride_in, float* out, float* y, int64_t i) {
+    const float* a = (PREPARED ? s.A : s.A_log) + i * s.r;
+    vf total[ROWS] = {};
+    each_vector(s.r, MK_BODY(int64_t j, int64_t count) {
+        const vf write = load_part(b + j, count), read = load_part(c + j, count);
+        for (int q = 0; q < ROWS; q++) {
+            const int64_t at = q * s.r + j;
+            prefetch(a, (STATE_AHEAD + at) * (int64_t)sizeof(float));
+            prefetch(in, (STATE_AHEAD + at) * (int64_t)sizeof(float));
+            const vf rate = load_part(a + at, count);
+            const vf decay = vexp(splat(dt[q]) * (PREPARED ? rate : -vexp(rate)));
+            const vf state = load_part(in + q * stride_in + j, count) * decay + splat(dt_x[q]) * write;
+            store_part(out + at, state, count);
+            total[q] += state * read;
+        }
     });
-    return sum(total);
+    if constexpr (ROWS == FOUR) {
+        const vf4 sums = sums_of_four(total);
+        memcpy(y, &sums, sizeof sums);
+    } else {
+        for (int q = 0; q < ROWS; q++) y[q] = sum(total[q]);
+    }
 }
 
 template <bool PREPARED>
 static void mamba1_step_states(
     const Mamba1Step& s, const float* dt, const float* dt_x, const float* b, const float* c, const float* state_in,
     int64_t stride_in, float* state_out, float* out, int64_t begin, int64_t end) {
-    const float* a = PREPARED ? s.A : s.A_log;
-    for (int64_t i = begin; i < end; i++)
-        out[i] = mamba1_step_channel<PREPARED>(
-            s.r, a + i * s.r, dt[i - begin], dt_x[i - begin], b, c, state_in + i * stride_in,
-            state_out + i * s.r);
+    auto step = MK_BODY(auto rows, int64_t i) {
+        mamba1_step_channels<PREPARED, decltype(rows)::value>(
+            s, dt + i - begin, dt_x + i - begin, b, c, state_in + i * stride_in, stride_in, state_out + i * s.r, out + i, i);
+    };
+    int64_t i = begin;
+    for (; i + FOUR <= end; i += FOUR) step(Count<FOUR>(), i);
+    for (; i < end; i++) step(Count<1>(), i);
 }
 
 // Then, for the channels [begin, end): dt[channels] is the step size before softplus, b and c are [r]. A channel's state

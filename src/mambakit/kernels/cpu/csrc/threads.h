@@ -4,6 +4,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "crew.h"
+
 // What a kernel returns, and throws inside; STATUS of library.py says it in words.
 enum mk_status : int32_t { MK_DONE, MK_NO_MEMORY, MK_NO_THREADS };
 
@@ -17,6 +19,30 @@ extern mk_get_num_threads mk_torch_get_num_threads;
 
 namespace MK_ISA {
 
+static inline int64_t num_threads() {
+    uint32_t count = 1;
+    if (mk_torch_get_num_threads && mk_torch_get_num_threads(&count)) throw MK_NO_THREADS;
+    return count;
+}
+
+// A body that other threads run too. What is thrown there is thrown once more in this one.
+template <class Body>
+struct Task {
+    const Body& body;
+    mk_status thrown = MK_DONE;
+
+    void run(int64_t begin, int64_t end) {
+        try {
+            body(begin, end);
+        } catch (mk_status status) {
+            __atomic_store_n(&thrown, status, __ATOMIC_RELAXED);
+        }
+    }
+    void done() const {
+        if (thrown) throw thrown;
+    }
+};
+
 // body(begin, end) over disjoint ranges that cover [0, n). The split depends on n and the number of threads alone, so
 // results repeat from run to run.
 template <class Body>
@@ -26,29 +52,45 @@ static void parallel(int64_t n, const Body& body) {
         body(int64_t(0), n);
         return;
     }
-    // What is thrown in another thread is thrown once more in this one.
-    struct Task {
-        const Body& body;
-        mk_status thrown;
-    } task = {body, MK_DONE};
-    auto run = [](int64_t begin, int64_t end, void* context) {
-        Task& task = *(Task*)context;
-        try {
-            task.body(begin, end);
-        } catch (mk_status status) {
-            __atomic_store_n(&task.thrown, status, __ATOMIC_RELAXED);
-        }
-    };
+    if (Crew* crew = Crew::led()) {
+        struct Shared {
+            Task<Body> task;
+            int64_t n, shares;
+        } shared = {{body}, n, n < crew->threads ? n : crew->threads};
+        auto run = [](int64_t share, void* context) {
+            Shared& all = *(Shared*)context;
+            all.task.run(all.n * share / all.shares, all.n * (share + 1) / all.shares);
+        };
+        crew->run(shared.shares, run, &shared);
+        return shared.task.done();
+    }
+    Task<Body> task = {body};
+    auto run = [](int64_t begin, int64_t end, void* context) { ((Task<Body>*)context)->run(begin, end); };
     int32_t failed = mk_torch_parallel_for(0, n, 1, run, &task);
-    if (task.thrown) throw task.thrown;
+    task.done();
     // Some ranges may have run and others not, and a state that changes in place must not change twice: no second try.
     if (failed) throw MK_NO_THREADS;
 }
 
-static inline int64_t num_threads() {
-    uint32_t count = 1;
-    if (mk_torch_get_num_threads && mk_torch_get_num_threads(&count)) throw MK_NO_THREADS;
-    return count;
+// body(), whose parallel loops all have the same threads.
+template <class Body>
+static void with_crew(const Body& body) {
+    const int64_t threads = num_threads();
+    if (threads == 1 || !mk_torch_parallel_for || Crew::led()) return body();
+    Crew crew(threads);
+    parallel(crew.threads, [&](int64_t begin, int64_t) {
+        if (begin) return crew.help(begin);
+        // Whatever happens, the others are let go.
+        struct Lead {
+            Crew& crew;
+            Lead(Crew& crew) : crew(crew) { Crew::led() = &crew; }
+            ~Lead() {
+                Crew::led() = nullptr;
+                crew.end();
+            }
+        } lead(crew);
+        body();
+    });
 }
 
 // One for each purpose: no two that are in use at the same time may share one. Those that say so are the calling
