@@ -145,6 +145,11 @@ class Request:
         return self.max_new_tokens == 0 and not self.keep_state
 
     @property
+    def takes_best(self) -> bool:
+        """Whether its next token is the likeliest one as the model has it."""
+        return self.constraint is None and self.bias is None and self.sampler.takes_best
+
+    @property
     def text(self) -> str:
         """What the new tokens say, up to a stop string if one came."""
         return self.stops.text(self.tokens, final=self.done)

@@ -73,7 +73,7 @@ def choose(requests: Sequence[Request], logits_bw: Tensor, best: Sequence[int] |
     reasons: list[str | None] = [None] * len(requests)
     rules: dict[Sampler, list[int]] = {}
     for row, request in enumerate(requests):
-        if best is not None and best[row] >= 0 and request.constraint is None and request.sampler.takes_best:
+        if best is not None and best[row] >= 0 and request.takes_best:
             reasons[row] = give(request, best[row], logits_bw, row)
         elif request.constraint is not None and request.constraint.only is not None:
             # Nothing is left to choose.
