@@ -195,9 +195,9 @@ static void pass_readers(const StatePass& s, int64_t reader, int64_t readers) {
 // x in bfloat16, up or down by chance, as likely as it is near: where a state decays by less than half a unit in its last
 // place, the nearest would be the old one for ever. Chance is a number made of the bits of x and of `seed`, so that the same
 // token gives the same.
-MK_INLINE vi rounded_by_chance(vf x, vi seed) {
-    typedef uint32_t Bits __attribute__((vector_size(4 * MK_WIDTH)));
-    const Bits mixed = ((Bits)x ^ (Bits)seed) * (0x2c1b3c6du - Bits{});
+typedef uint32_t Bits __attribute__((vector_size(4 * MK_WIDTH)));  // whose products may go beyond 32 bits
+MK_INLINE vi rounded_by_chance(vf x, Bits seed) {
+    const Bits mixed = ((Bits)x ^ seed) * (0x2c1b3c6du - Bits{});
     const Bits up = (Bits)x + (mixed >> 16);
     return x == x ? (vi)(up >> 16) : splat_int(0x7fc0);
 }
@@ -208,15 +208,15 @@ template <int ROWS>
 MK_INLINE void pass_rows_narrow(const StatePass& s, int64_t row) {
     char* state = (char*)(s.narrow + row * s.r);
     vf total[ROWS] = {};
-    vi seed[ROWS];
+    Bits seed[ROWS];
     for (int q = 0; q < ROWS; q++) {
-        int32_t bits;
+        uint32_t bits;
         memcpy(&bits, s.coef + row + q, sizeof bits);
-        seed[q] = splat_int((int32_t)((uint32_t)bits * 0x85ebca6bu + (uint32_t)(row + q)));
+        seed[q] = bits * 0x85ebca6bu + (uint32_t)(row + q) - Bits{};
     }
     each_vector(s.r, MK_BODY(int64_t i, int64_t count) {
         const vf write = load_part(s.write + i, count), read = load_part(s.read + i, count);
-        const vi seeds = (vi)write * splat_int((int32_t)0x9e3779b1) + splat_int((int32_t)i);
+        const Bits seeds = (Bits)write * 0x9e3779b1u + (uint32_t)i;
         for (int q = 0; q < ROWS; q++) {
             char* at = state + 2 * (q * s.r + i);
             if (i % 32 == 0) prefetch(at, 4 * STATE_AHEAD);
