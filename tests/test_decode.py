@@ -604,3 +604,15 @@ def test_step_by_step_leaves_the_caches_of_another_step_alone():
     twice.load_state_dict(model.state_dict())
     want = generate(model, [1, 2], max_new_tokens=8, temperature=0, backend="torch")
     assert torch.equal(generate(twice, [1, 2], max_new_tokens=8, temperature=0, backend="torch"), want)
+
+
+def test_large_states_begin_where_large_pages_do():
+    """And keep what they held as they grow, with zeros or room behind it."""
+    held = torch.randn(3, 1 << 19)
+    made = [decoder_states.copied(held), decoder_states.with_length(held, 0, 5), decoder_states.with_places(held, 5)]
+    made.append(decoder_states.with_length(held, 1, 1 << 20)[:, : 1 << 19])
+    for one in made:
+        assert one.data_ptr() % decoder_states.PAGE == 0
+        assert torch.equal(one[:3], held)
+    assert made[1][3:].eq(0).all()
+    assert decoder_states.with_length(held, 0, 2) is decoder_states.with_places(held, 2) is held

@@ -433,6 +433,7 @@ WRONG = [
     ("responses", {"input": "a", "previous_response_id": "resp_" + "0" * 32}, 404, "there is no response"),
     ("embeddings", {"input": ""}, 400, "input is empty"),
     ("embeddings", {"input": "a", "dimensions": 3}, 400, "not supported by this build"),
+    ("embeddings", {"input": "a", "dimensions": 0}, 400, "not supported by this build"),
 ]
 
 
