@@ -1,9 +1,9 @@
 // Products of narrow weights with narrow rows, for one row as for thousands: y[b][n] = sum_k weight[n][k] x[b][k].
 //
-// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time, as many in one pass as in another; few rows of x meet one
-// after the other, in the order in which they lie. Sums of integers are exact, and others have two accumulators, of even
-// and odd lines, each filled in the order of k, so a result does not depend on the batch, on its place in the matrix or on
-// the number of threads.
+// FOUR rows of the matrix meet up to AT_ONCE rows of x at a time, as many in one pass as in another. Where few rows of x meet
+// them, the four are a quarter of the matrix apart: memory is read fastest from a few places at once. Sums of integers are
+// exact, and others have two accumulators, of even and odd lines, each filled in the order of k, so a result does not depend
+// on the batch, on its place in the matrix or on the number of threads.
 #pragma once
 
 #include "extension.h"
@@ -18,12 +18,13 @@ constexpr int AT_ONCE = W == 16 ? 6 : 2;
 // Rows of the matrix that stay in the cache closest by, and rows of x in the next one, while they meet.
 constexpr int64_t NEAR_ROWS = 16, NEAR_INPUTS = 256;
 
-// Weights of FOUR rows as a Dot takes them: a vector, `part` bytes from the beginning of a line. Up to IN_ORDER rows of x
-// meet them as they lie, TOGETHER of them at a time.
+// Weights of FOUR rows as a Dot takes them: a vector, `part` bytes from the beginning of a line. Up to FEW rows of x meet
+// rows that are a quarter of the matrix APART, or neighbours.
 //
 // int8 or bfloat16, as they lie.
 struct NarrowWeights {
-    static constexpr int TOGETHER = 1, IN_ORDER = W == 16 ? 3 : 1;
+    static constexpr bool APART = true;
+    static constexpr int FEW = W == 16 ? 3 : 1;
     const char* row[FOUR];
     template <class Dot>
     MK_INSIDE vi get(int r, int64_t line, int64_t part) const {
@@ -35,18 +36,18 @@ struct NarrowWeights {
     }
     // For what two lines are made of, and for what a row of so many bytes has beyond `line`.
     MK_INSIDE void ask(int r, int64_t line) const {
-        prefetch_soon(row[r] + line * LINE);
-        prefetch_soon(row[r] + line * LINE + LINE);
+        prefetch_soon(row[r] + line * LINE, SOON_OF_EACH);
+        prefetch_soon(row[r] + line * LINE + LINE, SOON_OF_EACH);
     }
     MK_INSIDE void ask_rest(int r, int64_t line, int64_t bytes) const {
-        for (int64_t at = line * LINE; at < bytes; at += LINE) prefetch_soon(row[r] + at);
+        for (int64_t at = line * LINE; at < bytes; at += LINE) prefetch_soon(row[r] + at, SOON_OF_EACH);
     }
 };
 
-// Codes of 64 inputs in 32 bytes, and the values of the two groups they are of. Decoding takes longer than reading: rows
-// that meet x together share what is loaded of it.
+// Codes of 64 inputs in 32 bytes, and the values of the two groups they are of. Decoding takes longer than reading.
 struct Int4Weights {
-    static constexpr int TOGETHER = FOUR, IN_ORDER = 1;
+    static constexpr bool APART = false;
+    static constexpr int FEW = 1;
     const uint8_t* row[FOUR];
     int64_t codes;  // bytes of a row before its scales
     template <int OFFSET>
@@ -106,24 +107,29 @@ MK_INLINE Values placed(Values values, const Matrix& m, Values bias, const Resul
     return to.add ? values + old : values;
 }
 
-// Of one row of x, rows [row, row + count). Whole fours are moved at once: sizes that the compiler does not know are calls.
+// Of one row of x, rows row, row + step and so on, `count` of them.
 template <class Sums>
-MK_INLINE void put(Sums sums, const Matrix& m, int64_t row, int64_t count, const NarrowRow& x, int32_t offset,
+MK_INLINE void put(Sums sums, const Matrix& m, int64_t row, int64_t step, int64_t count, const NarrowRow& x, int32_t offset,
                    const Results& to, int64_t b) {
     float* y = to.y + b * to.stride + row;
-    auto move = MK_BODY(float* into, const float* from) {
-        if (count == FOUR) memcpy(into, from, FOUR * sizeof(float));
+    const bool four = step == 1 && count == FOUR;
+    auto get = MK_BODY(const float* from) {
+        vf4 found = {};
+        if (four) memcpy(&found, from, sizeof found);
         else
-            for (int64_t r = 0; r < count; r++) into[r] = from[r];
+            for (int64_t r = 0; r < count; r++) found[r] = from[r * step];
+        return found;
     };
     vf4 scales = {}, bias = {}, old = {};
-    if (m.scales) move((float*)&scales, (const float*)m.scales + row);
-    if (m.bias) move((float*)&bias, m.bias + row);
-    if (to.add) move((float*)&old, y);
+    if (m.scales) scales = get((const float*)m.scales + row);
+    if (m.bias) bias = get(m.bias + row);
+    if (to.add) old = get(y);
     Sums totals = {};
     if constexpr (!__is_same(Sums, vf4)) totals += offset * x.total;
     const vf4 values = placed(scaled(sums, totals, vf4{} + x.scale, scales), m, bias, to, old);
-    move(y, (const float*)&values);
+    if (four) memcpy(y, &values, sizeof values);
+    else
+        for (int64_t r = 0; r < count; r++) y[r * step] = values[r];
 }
 
 #if MK_WIDTH == 16
@@ -167,55 +173,51 @@ MK_INLINE void put_four(const Sum (&sums)[B][FOUR], const Matrix& m, int64_t row
 }
 #endif
 
-// Rows [row, row + count) with a few rows of x, in the order in which they lie.
+// Rows row, row + step and so on, `count` of them, with a few rows of x.
 template <class Dot, int B, class Weights>
-MK_INLINE void narrow_in_order(
-    const Matrix& m, const Weights& w, int64_t row, int64_t count, const NarrowRow* const* x, const Results& to) {
-    constexpr int TOGETHER = Weights::TOGETHER;
-    typedef typename Dot::Sum Sums[B][TOGETHER];
+MK_INLINE void narrow_few(
+    const Matrix& m, const Weights& w, int64_t row, int64_t step, int64_t count, const NarrowRow* const* x,
+    const Results& to) {
+    typedef typename Dot::Sum Sums[B][FOUR];
     const int64_t bytes = stored_bytes(m), whole = bytes / LINE, pairs = whole / 2;
-    typename Dot::Sum sums[B][FOUR];
-#pragma GCC unroll 4
-    for (int first = 0; first < FOUR; first += TOGETHER) {
-        Sums even = {}, odd = {};
-        auto meet = MK_BODY(Sums & sum, int64_t at, auto get) {
-            vi weights[TOGETHER];
-            for (int r = 0; r < TOGETHER; r++) weights[r] = get(first + r);
-            for (int b = 0; b < B; b++) {
-                const vi values = load_bytes(x[b]->data + at);
-                for (int r = 0; r < TOGETHER; r++) sum[b][r] = Dot::add(sum[b][r], weights[r], values);
-            }
-        };
-        auto meet_line = MK_BODY(Sums & sum, int64_t line) {
-#pragma GCC unroll 4
-            for (int64_t part = 0; part < LINE; part += VECTOR)
-                meet(sum, line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
-        };
-        auto meet_rest = MK_BODY(Sums & sum, int64_t line) {
-            const int64_t rest = bytes - line * LINE;
-            int64_t part = 0;
-            for (; part + VECTOR <= rest; part += VECTOR)
-                meet(sum, line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
-            if (part < rest)
-                meet(sum, line * LINE + part,
-                     MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
-        };
-        for (int64_t pair = 0; pair < pairs; pair++) {
-            for (int r = 0; r < TOGETHER; r++) w.ask(first + r, 2 * pair);
-            meet_line(even, 2 * pair);
-            meet_line(odd, 2 * pair + 1);
+    Sums even = {}, odd = {};
+    auto meet = MK_BODY(Sums & sums, int64_t at, auto get) {
+        vi weights[FOUR];
+        for (int r = 0; r < FOUR; r++) weights[r] = get(r);
+        for (int b = 0; b < B; b++) {
+            const vi values = load_bytes(x[b]->data + at);
+            for (int r = 0; r < FOUR; r++) sums[b][r] = Dot::add(sums[b][r], weights[r], values);
         }
-        for (int r = 0; r < TOGETHER; r++) w.ask_rest(first + r, 2 * pairs, bytes);
-        if (whole % 2) meet_line(even, 2 * pairs);
-        if (bytes % LINE) {
-            if (whole % 2) meet_rest(odd, whole);
-            else meet_rest(even, whole);
-        }
-        for (int b = 0; b < B; b++)
-            for (int r = 0; r < TOGETHER; r++) sums[b][first + r] = even[b][r] + odd[b][r];
+    };
+    auto meet_line = MK_BODY(Sums & sums, int64_t line) {
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < LINE; part += VECTOR)
+            meet(sums, line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+    };
+    auto meet_rest = MK_BODY(Sums & sums, int64_t line) {
+        const int64_t rest = bytes - line * LINE;
+        int64_t part = 0;
+        for (; part + VECTOR <= rest; part += VECTOR)
+            meet(sums, line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+        if (part < rest)
+            meet(sums, line * LINE + part, MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
+    };
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        for (int r = 0; r < FOUR; r++) w.ask(r, 2 * pair);
+        meet_line(even, 2 * pair);
+        meet_line(odd, 2 * pair + 1);
+    }
+    for (int r = 0; r < FOUR; r++) w.ask_rest(r, 2 * pairs, bytes);
+    if (whole % 2) meet_line(even, 2 * pairs);
+    if (bytes % LINE) {
+        if (whole % 2) meet_rest(odd, whole);
+        else meet_rest(even, whole);
     }
 #pragma GCC unroll 4
-    for (int b = 0; b < B; b++) put(fold(partial_sums(sums[b])), m, row, count, *x[b], Dot::OFFSET, to, b);
+    for (int b = 0; b < B; b++) {
+        for (int r = 0; r < FOUR; r++) even[b][r] += odd[b][r];
+        put(fold(partial_sums(even[b])), m, row, step, count, *x[b], Dot::OFFSET, to, b);
+    }
 }
 
 // Rows [row, row + count) with B rows of x. `lines` of memory are asked for meanwhile.
@@ -273,7 +275,7 @@ MK_INLINE void narrow_block(
 #pragma GCC unroll 6
     for (int b = 0; b < B; b++) {
         if (b < first) continue;
-        put(fold(partial_sums(sums[b])), m, row, count, *x[b], Dot::OFFSET, to, b);
+        put(fold(partial_sums(sums[b])), m, row, 1, count, *x[b], Dot::OFFSET, to, b);
     }
 }
 
@@ -283,17 +285,27 @@ template <class Dot, class Weights, int B, class At>
 static __attribute__((noinline)) void narrow_piece(
     const Matrix& m, int64_t begin, int64_t end, const At& weights_at, const NarrowRow* const* x, const char* ahead,
     int64_t passes, const Results& to) {
-    const int64_t four = FOUR * bytes_per_row(m), lines = ceil_div(four, LINE * passes), step = four / passes;
-    for (int64_t row = begin; row < end; row += FOUR, ahead += step) {
-        const int64_t count = least(FOUR, end - row);
+    // Rows that are not there repeat the last, and their results are dropped.
+    auto weights = [&](int64_t row, int64_t step, int64_t count) {
         Weights w = weights_at.weights;
-        // Rows that are not there repeat the last, and their results are dropped.
-        for (int r = 0; r < FOUR; r++)
-            w.row[r] += (row - begin + least(r, count - 1)) * weights_at.pitch;
-        if (B == 1 || (passes == 1 && B <= Weights::IN_ORDER)) {
-            if constexpr (B <= Weights::IN_ORDER) narrow_in_order<Dot, B>(m, w, row, count, x, to);
-        } else {
-            if constexpr (B > 1) narrow_block<Dot, B>(m, w, row, count, x, ahead, lines, to);
+        for (int r = 0; r < FOUR; r++) w.row[r] += (row - begin + least(r, count - 1) * step) * weights_at.pitch;
+        return w;
+    };
+    if constexpr (B <= Weights::FEW)
+        if (B == 1 || passes == 1) {
+            const int64_t quarter = (end - begin) / FOUR, step = Weights::APART ? quarter : 1, rest = (end - begin) % FOUR;
+            for (int64_t i = 0; i < quarter; i++) {
+                const int64_t row = begin + (Weights::APART ? i : FOUR * i);
+                narrow_few<Dot, B>(m, weights(row, step, FOUR), row, step, FOUR, x, to);
+            }
+            if (rest) narrow_few<Dot, B>(m, weights(end - rest, 1, rest), end - rest, 1, rest, x, to);
+            return;
+        }
+    if constexpr (B > 1) {
+        const int64_t four = FOUR * bytes_per_row(m), lines = ceil_div(four, LINE * passes), step = four / passes;
+        for (int64_t row = begin; row < end; row += FOUR, ahead += step) {
+            const int64_t count = least(FOUR, end - row);
+            narrow_block<Dot, B>(m, weights(row, 1, count), row, count, x, ahead, lines, to);
         }
     }
 }
