@@ -59,6 +59,7 @@ static void run_part(const Mamba1Part& m, const Passing& x) {
         norm_in_place(s.r, m.C_norm, m.norm_eps, of_row + rank + s.r);
     }
     auto scan = [&](int64_t begin, int64_t end) {
+        for (int64_t row = 0; row < batch; row++) claim(out + row * i + begin, end - begin);
         multiply(m.dt_proj, begin, end, dt_b_c, small, batch, {dt, i, false});
         for (int64_t row = 0; row < batch; row++) {
             const float* before = m.state + x.rows.read(row) * i * s.r;

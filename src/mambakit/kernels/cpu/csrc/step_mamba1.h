@@ -24,19 +24,22 @@ static void mamba1_step_conv(
     convolve_token(s, begin, end - begin, window_in, window_out, projected, x + begin);
 }
 
-// ROWS channels' states from `i` on: h = exp(dt a) h + dt x b, read by c.
+// Channels between those that are computed and those that are asked for from memory.
+constexpr int64_t CHANNELS_AHEAD = 48;
+
+// ROWS channels' states from `i` on: h = exp(dt a) h + dt x b, read by c. Those `ahead` channels on are asked for.
 template <bool PREPARED, int ROWS>
 MK_INLINE void mamba1_step_channels(
     const Mamba1Step& s, const float* dt, const float* dt_x, const float* b, const float* c, const float* in,
-    int64_t stride_in, float* out, float* y, int64_t i) {
+    int64_t stride_in, float* out, float* y, int64_t i, int64_t ahead) {
     const float* a = (PREPARED ? s.A : s.A_log) + i * s.r;
     vf total[ROWS] = {};
     each_vector(s.r, MK_BODY(int64_t j, int64_t count) {
         const vf write = load_part(b + j, count), read = load_part(c + j, count);
         for (int q = 0; q < ROWS; q++) {
             const int64_t at = q * s.r + j;
-            prefetch(a, (STATE_AHEAD + at) * (int64_t)sizeof(float));
-            prefetch(in, (STATE_AHEAD + at) * (int64_t)sizeof(float));
+            prefetch(a, (ahead * s.r + at) * (int64_t)sizeof(float));
+            prefetch(in, (ahead * s.r + at) * (int64_t)sizeof(float));
             const vf rate = load_part(a + at, count);
             const vf decay = vexp(splat(dt[q]) * (PREPARED ? rate : -vexp(rate)));
             const vf state = load_part(in + q * stride_in + j, count) * decay + splat(dt_x[q]) * write;
@@ -57,8 +60,11 @@ static void mamba1_step_states(
     const Mamba1Step& s, const float* dt, const float* dt_x, const float* b, const float* c, const float* state_in,
     int64_t stride_in, float* state_out, float* out, int64_t begin, int64_t end) {
     auto step = MK_BODY(auto rows, int64_t i) {
-        mamba1_step_channels<PREPARED, decltype(rows)::value>(
-            s, dt + i - begin, dt_x + i - begin, b, c, state_in + i * stride_in, stride_in, state_out + i * s.r, out + i, i);
+        constexpr int ROWS = decltype(rows)::value;
+        // Not beyond the last: another thread writes there.
+        const int64_t ahead = least(CHANNELS_AHEAD, end - i - ROWS);
+        mamba1_step_channels<PREPARED, ROWS>(s, dt + i - begin, dt_x + i - begin, b, c, state_in + i * stride_in, stride_in,
+                                             state_out + i * s.r, out + i, i, ahead);
     };
     int64_t i = begin;
     for (; i + FOUR <= end; i += FOUR) step(Count<FOUR>(), i);
