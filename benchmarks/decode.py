@@ -5,11 +5,13 @@ python -m benchmarks.decode --family mamba1   another family; the peer knows Mam
 python -m benchmarks.decode --quick           1 thread, few rounds
 python -m benchmarks.decode --quantization    the loss of small models on Python's own source, before and after
 
-"x weights" is relative to reading the weights once, at the speed of a loop that only reads the float32 weights where
-they lie; "x bytes" to reading the weights and reading and writing every row's state, "x matvecs" to torch's products of
-all float32 projections with one token, "x floor" to a prompt's matrix products at the speed of one large `torch.mm` of
-the same rounds. "torch" is our step in torch's operators (`backend="torch"`), "ours" that of "auto". The peer gets our
-weights and its logits are compared. It needs the `bench` extra; without it, only ours is measured.
+"decode" is a token that comes between those of other models, "in a row" one of several of the same, as a stream has
+them: what fits into the cache, its states for one, is still there. "x weights" is relative to reading the weights once,
+at the speed of a loop that only reads the float32 weights where they lie; "x bytes" to reading the weights and reading
+and writing every row's state, "x matvecs" to torch's products of all float32 projections with one token, "x floor" to
+a prompt's matrix products at the speed of one large `torch.mm` of the same rounds. "torch" is our step in torch's
+operators (`backend="torch"`), "ours" that of "auto". The peer gets our weights and its logits are compared. It needs
+the `bench` extra; without it, only ours is measured.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from mambakit.tools.benchmark import module_flops
 
 PROMPTS = (512, 2048)
 BATCHES = (1, 8)
+IN_A_ROW = 16
 BLOCKS = {
     "mamba1": Mamba1Config(d_model=768),
     "mamba2": Mamba2Config(d_model=768),
@@ -84,6 +87,10 @@ def our_step(model: LanguageModel, batch: int, backend: str, states: str = "floa
     ids = torch.ones(batch, 8, dtype=torch.int64)
     run = stream(model, ids, max_new_tokens=1 << 30, temperature=0, backend=backend, states=states)
     return lambda: next(run)
+
+
+def in_a_row(step: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: [step() for _ in range(IN_A_ROW)]
 
 
 def our_prefill(model: LanguageModel, ids: Tensor) -> Callable[[], Any]:
@@ -162,6 +169,7 @@ def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list
     models |= {"ours int8": quantize(model, 8), "ours int4": quantize(model, 4)}
     for batch in BATCHES:
         steps |= {("decode", name, batch): our_step(one, batch, "auto") for name, one in models.items()}
+        steps |= {("in a row", name, batch): in_a_row(our_step(one, batch, "auto")) for name, one in models.items()}
         steps["decode", "torch", batch] = our_step(model, batch, "torch")
         if peer is not None:
             steps["decode", "transformers", batch] = peer_step(peer, batch)
@@ -182,11 +190,11 @@ def measure(threads: int, repeats: int, model: LanguageModel, peer: Any) -> list
             "what": what,
             "library": library,
             "tokens": tokens,
-            "ms": 1e3 * median(seconds),
+            "ms": 1e3 * median(seconds) / (IN_A_ROW if what == "in a row" else 1),
             "times": len(seconds),
             "bandwidth_gb_s": bandwidth / 1e9,
             "weights_ms": 1e3 * bytes_per_token(models.get(library, model)) / bandwidth,
-            "state_ms": 1e3 * state_bytes(model, tokens) / bandwidth if what == "decode" else 0.0,
+            "state_ms": 1e3 * state_bytes(model, tokens) / bandwidth if what in ("decode", "in a row") else 0.0,
             "floor_ms": 1e3 * prefill_flops(model, tokens) / flops_per_second,
             "peak_bytes": peaks.get((what, library, tokens)),
         }

@@ -114,10 +114,9 @@ MK_INLINE void put(Sums sums, const Matrix& m, int64_t row, int64_t step, int64_
     float* y = to.y + b * to.stride + row;
     const bool four = step == 1 && count == FOUR;
     auto get = MK_BODY(const float* from) {
-        vf4 found = {};
+        vf4 found;
         if (four) memcpy(&found, from, sizeof found);
-        else
-            for (int64_t r = 0; r < count; r++) found[r] = from[r * step];
+        else found = vf4{from[0], from[(count > 1) * step], from[(count > 2) * 2 * step], from[(count > 3) * 3 * step]};
         return found;
     };
     vf4 scales = {}, bias = {}, old = {};
@@ -129,7 +128,8 @@ MK_INLINE void put(Sums sums, const Matrix& m, int64_t row, int64_t step, int64_
     const vf4 values = placed(scaled(sums, totals, vf4{} + x.scale, scales), m, bias, to, old);
     if (four) memcpy(y, &values, sizeof values);
     else
-        for (int64_t r = 0; r < count; r++) y[r * step] = values[r];
+        for (int64_t r = 0; r < FOUR; r++)
+            if (r < count) y[r * step] = values[r];
 }
 
 #if MK_WIDTH == 16
