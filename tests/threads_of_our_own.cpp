@@ -23,6 +23,7 @@ static int32_t get_num_threads(uint32_t* count) {
 
 int32_t mk_extension_in_use = MK_NO_EXTENSION;
 int32_t mk_tiles_in_use = MK_NO_TILES;
+const bool mk_asks_closest = false;
 mk_parallel_for mk_torch_parallel_for = parallel_for;
 mk_get_num_threads mk_torch_get_num_threads = get_num_threads;
 

@@ -14,6 +14,7 @@
 #include "amx_product.h"
 
 int32_t mk_extension_in_use, mk_tiles_in_use;
+const bool mk_asks_closest = false;
 mk_parallel_for mk_torch_parallel_for;
 mk_get_num_threads mk_torch_get_num_threads;
 

@@ -22,6 +22,7 @@
 
 // Never called; the headers want them.
 int32_t mk_extension_in_use = MK_NO_EXTENSION;
+const bool mk_asks_closest = false;
 mk_parallel_for mk_torch_parallel_for = nullptr;
 mk_get_num_threads mk_torch_get_num_threads = nullptr;
 

@@ -17,4 +17,7 @@ extern int32_t mk_extension_in_use;
 enum mk_tiles : int32_t { MK_NO_TILES, MK_EMULATED_TILES, MK_AMX };
 extern int32_t mk_tiles_in_use;
 
+// Whether memory is read fastest if it is asked for into the cache closest by (library.cpp).
+extern const bool mk_asks_closest;
+
 #define MK_EXTENSION_OF(isa) extern "C" __attribute__((visibility("default"))) int32_t mk_extension_of_##isa()

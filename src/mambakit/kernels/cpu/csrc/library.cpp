@@ -3,6 +3,23 @@
 #include "extension.h"
 #include "threads.h"
 
+#ifdef MK_X86
+#include <cpuid.h>
+#endif
+
+// On a Zen 5, four places of a matrix are read at memory's speed that way. On a Zen 4, the closest cache waits for too few lines
+// at a time: 24 GB/s where the second one has 31.
+static bool asks_closest() {
+#ifdef MK_X86
+    uint32_t a, vendor, c, d;
+    if (!__get_cpuid(0, &a, &vendor, &c, &d) || vendor != signature_AMD_ebx || !__get_cpuid(1, &a, &vendor, &c, &d)) return false;
+    return (a >> 8 & 15) == 15 && (a >> 20 & 255) >= 11;
+#else
+    return false;
+#endif
+}
+
+const bool mk_asks_closest = asks_closest();
 int32_t mk_extension_in_use = MK_NO_EXTENSION;
 int32_t mk_tiles_in_use = MK_NO_TILES;
 mk_parallel_for mk_torch_parallel_for = nullptr;

@@ -1,8 +1,8 @@
 // Products of a weight matrix with a few rows, at the speed of reading the weights: y[b][n] = sum_k weight[n][k] x[b][k].
 //
 // R rows of the matrix meet B rows of x at a time. Each result has two accumulators, filled by turns in the order of k (one
-// in NF4), so it does not depend on the batch, on its place in the matrix or on the number of threads. With one or two rows
-// of x the weights are read in the order in which they lie, which is fastest: two accumulators keep up with memory then.
+// in NF4), so it does not depend on the batch, on its place in the matrix or on the number of threads. One or two rows of x
+// meet four rows that are a quarter of the matrix apart: memory is read fastest from a few places at once.
 #pragma once
 
 #include "amx_product.h"
@@ -45,11 +45,13 @@ MK_INLINE void add_products(Sums<R, B>& sums, vf (&x)[B], const GetWeights& weig
     }
 }
 
+// Rows row, row + step and so on.
 template <class Weights, int R, int B>
-MK_INLINE void dot_rows(const Matrix& m, int64_t row, const Inputs& x, Ahead& ahead, Sums<R, B>& sums) {
+MK_INLINE void dot_rows(const Matrix& m, int64_t row, int64_t step, const Inputs& x, Ahead& ahead, Sums<R, B>& sums) {
     constexpr int64_t LINE = 64 / Weights::BYTES;
-    const int64_t k = m.columns, pitch = k * Weights::BYTES;
-    const char* at = (const char*)m.weight + row * pitch;
+    const int64_t k = m.columns, pitch = step * k * Weights::BYTES;
+    const char* at = (const char*)m.weight + row * k * Weights::BYTES;
+    const bool closest = mk_asks_closest;
     Sums<R, B> odd = {};
     vf part[B];
     int64_t i = 0;
@@ -58,7 +60,9 @@ MK_INLINE void dot_rows(const Matrix& m, int64_t row, const Inputs& x, Ahead& ah
 #pragma GCC unroll 2
         for (int64_t line = 0; line < 2; line++) {
             ahead.ask();
-            if (R == 1) prefetch_soon(at + (i + line * LINE) * Weights::BYTES);
+            if (!ahead.lines)
+                for (int r = 0; r < R; r++)
+                    prefetch_soon(closest, at + r * pitch + (i + line * LINE) * Weights::BYTES, SOON_OF_EACH);
         }
 #pragma GCC unroll 32
         for (int64_t j = 0; j < 2 * LINE; j += W) {
@@ -122,7 +126,7 @@ template <class Weights, int R, int B>
 MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahead& ahead, const Results& to) {
     Sums<R, B> sums = {};
     if constexpr (__is_same(Weights, Nf4Weights)) dot_rows_nf4<R, B>(m, row, x, ahead, sums);
-    else dot_rows<Weights, R, B>(m, row, x, ahead, sums);
+    else dot_rows<Weights, R, B>(m, row, 1, x, ahead, sums);
     for (int r = 0; r < R; r++) {
         const float scale = m.format == INT8 ? ((const float*)m.scales)[row + r] : 1.0f;
         const float bias = m.bias ? m.bias[row + r] : 0.0f;
@@ -135,31 +139,33 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
     }
 }
 
-// FOUR rows of the matrix with one row of x, in the order in which they lie.
-template <class Weights>
-MK_INLINE void multiply_four(const Matrix& m, int64_t row, const Inputs& x, Ahead& ahead, const Results& to) {
-    vf sums[FOUR];
-    for (int r = 0; r < FOUR; r++) {
-        Sums<1, 1> own = {};
-        dot_rows<Weights, 1, 1>(m, row + r, x, ahead, own);
-        sums[r] = own.of[0][0];
+// FOUR rows of a matrix without scales, `step` apart.
+template <class Weights, int B>
+MK_INLINE void multiply_apart(const Matrix& m, int64_t row, int64_t step, const Inputs& x, Ahead& ahead, const Results& to) {
+    Sums<FOUR, B> sums = {};
+    dot_rows<Weights, FOUR, B>(m, row, step, x, ahead, sums);
+    vf4 bias = {};
+    for (int r = 0; r < FOUR; r++) bias[r] = m.bias ? m.bias[row + r * step] : 0.0f;
+    for (int b = 0; b < B; b++) {
+        float* y = to.y + b * to.stride + row;
+        const vf own[FOUR] = {sums.of[0][b], sums.of[1][b], sums.of[2][b], sums.of[3][b]};
+        // As multiply_block rounds.
+        const vf4 values = done((done(sums_of_four(own)) + bias) * to.scale);
+        for (int r = 0; r < FOUR; r++) y[r * step] = to.add ? y[r * step] + values[r] : values[r];
     }
-    vf4 bias = {}, old = {};
-    if (m.bias) memcpy(&bias, m.bias + row, sizeof bias);
-    if (to.add) memcpy(&old, to.y + row, sizeof old);
-    // As multiply_block rounds.
-    const vf4 values = done((done(sums_of_four(sums)) + bias) * to.scale), all = to.add ? values + old : values;
-    memcpy(to.y + row, &all, sizeof all);
 }
 
-// Rows [begin, end); `ahead.lines` is how many passes share the asking.
-template <class Weights, int R, int B>
+// Rows [begin, end); `ahead.lines` is how many passes share the asking. Rows APART ask for themselves.
+template <class Weights, int R, int B, bool APART>
 static __attribute__((noinline)) void multiply_rows(
     const Matrix& m, int64_t begin, int64_t end, const Inputs& x, Ahead ahead, const Results& to) {
-    ahead.lines = R == 1 && ahead.lines == 1 ? 0 : ceil_div(R, ahead.lines);
+    ahead.lines = APART ? 0 : ceil_div(R, ahead.lines);
     int64_t row = begin;
-    if constexpr (R == 1 && B == 1)
-        for (; row + FOUR <= end; row += FOUR) multiply_four<Weights>(m, row, x, ahead, to);
+    if constexpr (APART) {
+        const int64_t quarter = (end - begin) / FOUR;
+        for (; row < begin + quarter; row++) multiply_apart<Weights, B>(m, row, quarter, x, ahead, to);
+        row = begin + FOUR * quarter;
+    }
     for (; row + R <= end; row += R) multiply_block<Weights, R, B>(m, row, x, ahead, to);
     for (; row < end; row++) multiply_block<Weights, 1, B>(m, row, x, ahead, to);
 }
@@ -185,10 +191,9 @@ static void multiply_all(
             first += count;
             by_count<ROWS_TOGETHER>(count, MK_BODY(auto known) {
                 constexpr int B = decltype(known)::value, R = B == 1 ? ALONE : B == 2 && W == 16 ? 4 : 2;
-                // As long as memory is slower than that, the weights are read in the order in which they lie.
-                constexpr int FEW = B <= 2 && ALONE == 1 ? 1 : R;
-                if (passes == 1) multiply_rows<Weights, FEW, B>(m, row, stop, inputs, ahead, part);
-                else multiply_rows<Weights, R, B>(m, row, stop, inputs, ahead, part);
+                constexpr bool APART = B <= 2 && ALONE == 1;
+                if (passes == 1) multiply_rows<Weights, APART ? 1 : R, B, APART>(m, row, stop, inputs, ahead, part);
+                else multiply_rows<Weights, R, B, false>(m, row, stop, inputs, ahead, part);
             });
         }
     }

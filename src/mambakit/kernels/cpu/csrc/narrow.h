@@ -165,11 +165,12 @@ MK_INLINE void store_halves(char* to, vi x) {
 #endif
 }
 
-// Where input i lies among the bytes of a row: as INT4 has the weights, 64 of them in the order of the low halves of 32
-// bytes, then of the high ones.
-MK_INLINE int64_t narrow_place(int64_t format, int64_t i) {
-    const int64_t piece = i % 64 / 16;
-    return format == INT4_NARROW && (piece == 1 || piece == 2) ? i + (piece == 1 ? 16 : -16) : i;
+// Where input i lies among the bytes of a row: as weights in four bits come, the first halves of some groups, then the last.
+MK_INLINE int64_t narrow_place(const Matrix& m, int64_t i) {
+    if (m.format != INT4_NARROW) return i;
+    const bool four = W == 16 && i / 128 * 128 + 64 < stored_bytes(m);
+    const int64_t groups = four ? 4 : 2, size = 32 * groups, within = i % size;
+    return i - within + within % 32 / 16 * (16 * groups) + within / 32 * 16 + within % 16;
 }
 
 // x = scale * integers from -127 to 127. What is no number, or none that has a scale, makes the scale one.
@@ -186,7 +187,9 @@ static void round_to_int8(const Matrix& m, const float* x, NarrowRow* to) {
     to->scale = finite ? some ? most / 127.0f : 0.0f : NAN;
     const vf by = splat(some ? 127.0f / most : 0.0f);
     vi total = {};
-    clear(to->data + (some ? narrow_bytes(m) - LINE : 0), some ? LINE : narrow_bytes(m));
+    // What no input comes to lies among the last two lines.
+    const int64_t cleared = some ? least(narrow_bytes(m), 2 * LINE) : narrow_bytes(m);
+    clear(to->data + narrow_bytes(m) - cleared, cleared);
     if (!some) {
         to->total = 0;
         return;
@@ -194,7 +197,7 @@ static void round_to_int8(const Matrix& m, const float* x, NarrowRow* to) {
     each_vector(m.columns, MK_BODY(int64_t i, int64_t count) {
         const vi whole = rounded(load_part(x + i, count), by);
         total += whole;
-        char* place = to->data + narrow_place(m.format, i);
+        char* place = to->data + narrow_place(m, i);
         if (count == W) store_bytes(place, whole);
         else
             for (int64_t lane = 0; lane < count; lane++) place[lane] = (char)whole[lane];

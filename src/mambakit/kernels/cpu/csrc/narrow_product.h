@@ -18,8 +18,8 @@ constexpr int AT_ONCE = W == 16 ? 6 : 2;
 // Rows of the matrix that stay in the cache closest by, and rows of x in the next one, while they meet.
 constexpr int64_t NEAR_ROWS = 16, NEAR_INPUTS = 256;
 
-// Weights of FOUR rows as a Dot takes them: a vector, `part` bytes from the beginning of a line. Up to FEW rows of x meet
-// rows that are a quarter of the matrix APART, or neighbours.
+// Weights of FOUR rows as a Dot takes them: a vector, `part` bytes from the beginning of a line, which is one of a pair or
+// stands alone, and is whole or has some bytes. Up to FEW rows of x meet rows that are a quarter of the matrix APART.
 //
 // int8 or bfloat16, as they lie.
 struct NarrowWeights {
@@ -27,7 +27,11 @@ struct NarrowWeights {
     static constexpr int FEW = W == 16 ? 3 : 1;
     const char* row[FOUR];
     template <class Dot>
-    MK_INSIDE vi get(int r, int64_t line, int64_t part) const {
+    MK_INSIDE vi get(int r, int64_t pair, int64_t odd, int64_t part) const {
+        return get_alone<Dot>(r, 2 * pair + odd, part);
+    }
+    template <class Dot>
+    MK_INSIDE vi get_alone(int r, int64_t line, int64_t part) const {
         return Dot::weights(load_bytes(row[r] + line * LINE + part));
     }
     template <class Dot>
@@ -35,18 +39,19 @@ struct NarrowWeights {
         return Dot::weights(load_some_bytes(row[r] + line * LINE + part, n));
     }
     // For what two lines are made of, and for what a row of so many bytes has beyond `line`.
-    MK_INSIDE void ask(int r, int64_t line) const {
-        prefetch_soon(row[r] + line * LINE, SOON_OF_EACH);
-        prefetch_soon(row[r] + line * LINE + LINE, SOON_OF_EACH);
+    MK_INSIDE void ask(bool closest, int r, int64_t line) const {
+        prefetch_soon(closest, row[r] + line * LINE, SOON_OF_EACH);
+        prefetch_soon(closest, row[r] + line * LINE + LINE, SOON_OF_EACH);
     }
-    MK_INSIDE void ask_rest(int r, int64_t line, int64_t bytes) const {
-        for (int64_t at = line * LINE; at < bytes; at += LINE) prefetch_soon(row[r] + at, SOON_OF_EACH);
+    MK_INSIDE void ask_rest(bool closest, int r, int64_t line, int64_t bytes) const {
+        for (int64_t at = line * LINE; at < bytes; at += LINE) prefetch_soon(closest, row[r] + at, SOON_OF_EACH);
     }
 };
 
-// Codes of 64 inputs in 32 bytes, and the values of the two groups they are of. Decoding takes longer than reading.
+// Codes of groups of 32 inputs, 16 bytes each, and the values that they stand for in their group. A vector is made of the low
+// halves of as many bytes, or of the high ones: the order of narrow_place.
 struct Int4Weights {
-    static constexpr bool APART = false;
+    static constexpr bool APART = true;
     static constexpr int FEW = 1;
     const uint8_t* row[FOUR];
     int64_t codes;  // bytes of a row before its scales
@@ -54,42 +59,61 @@ struct Int4Weights {
     MK_INSIDE const int8_t* values(int r, int64_t group) const {
         return INT4_VALUES<OFFSET>.of[row[r][codes + group]];
     }
-    // In the order of narrow_place: a vector is 64, 32 or 16 of them.
+#if MK_WIDTH >= 8
+    // Values of two groups, as bytes of a lane each.
+    template <int OFFSET>
+    MK_INSIDE __m256i two_values(int r, int64_t group) const {
+        const __m128i even = _mm_load_si128((const __m128i*)values<OFFSET>(r, group));
+        const __m128i odd = _mm_load_si128((const __m128i*)values<OFFSET>(r, group + 1));
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(even), odd, 1);
+    }
+#endif
     template <class Dot>
-    MK_INSIDE vi get(int r, int64_t line, int64_t part) const {
-        const uint8_t* at = row[r] + 32 * line;
+    MK_INSIDE vi get(int r, int64_t pair, int64_t odd, int64_t part) const {
 #if MK_WIDTH == 16
-        const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)at));
+        __m512i index = done(_mm512_loadu_si512(row[r] + 64 * pair));
+        if (odd) index = _mm512_srli_epi16(index, 4);
+        const __m256i first = two_values<Dot::OFFSET>(r, 4 * pair), last = two_values<Dot::OFFSET>(r, 4 * pair + 2);
+        const __m512i table = _mm512_inserti64x4(_mm512_castsi256_si512(first), last, 1);
+        return (vi)_mm512_shuffle_epi8(table, _mm512_and_si512(index, _mm512_set1_epi8(15)));
+#else
+        return get_alone<Dot>(r, 2 * pair + odd, part);
+#endif
+    }
+    template <class Dot>
+    MK_INSIDE vi get_alone(int r, int64_t line, int64_t part) const {
+#if MK_WIDTH == 16
+        const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(row[r] + 32 * line)));
         const __m512i halves = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
         const __m512i index = _mm512_and_si512(_mm512_srlv_epi32(both, halves), _mm512_set1_epi8(15));
-        const __m128i even = _mm_load_si128((const __m128i*)values<Dot::OFFSET>(r, 2 * line));
-        const __m128i odd = _mm_load_si128((const __m128i*)values<Dot::OFFSET>(r, 2 * line + 1));
-        const __m512i table = _mm512_broadcast_i64x4(_mm256_inserti128_si256(_mm256_castsi128_si256(even), odd, 1));
-        return (vi)_mm512_shuffle_epi8(table, index);
+        return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i64x4(two_values<Dot::OFFSET>(r, 2 * line)), index);
 #elif MK_WIDTH == 8
-        __m256i index = _mm256_loadu_si256((const __m256i*)at);
-        if (part) index = _mm256_srli_epi32(index, 4);
-        index = _mm256_and_si256(index, _mm256_set1_epi8(15));
-        const __m128i even = _mm_load_si128((const __m128i*)values<Dot::OFFSET>(r, 2 * line));
-        const __m128i odd = _mm_load_si128((const __m128i*)values<Dot::OFFSET>(r, 2 * line + 1));
-        return (vi)_mm256_shuffle_epi8(_mm256_set_m128i(odd, even), index);
+        __m256i index = _mm256_loadu_si256((const __m256i*)(row[r] + 32 * line));
+        if (part) index = _mm256_srli_epi16(index, 4);
+        const __m256i table = two_values<Dot::OFFSET>(r, 2 * line);
+        return (vi)_mm256_shuffle_epi8(table, _mm256_and_si256(index, _mm256_set1_epi8(15)));
 #else
         const int64_t quarter = part / 16, shift = quarter < 2 ? 0 : 4;
+        const uint8_t* at = row[r] + 32 * line + 16 * (quarter % 2);
         const int8_t* of = values<Dot::OFFSET>(r, 2 * line + quarter % 2);
         int8_t found[VECTOR];
-        for (int64_t i = 0; i < VECTOR; i++) found[i] = of[at[16 * (quarter % 2) + i] >> shift & 15];
+        for (int64_t i = 0; i < VECTOR; i++) found[i] = of[at[i] >> shift & 15];
         return load_bytes(found);
 #endif
     }
     template <class Dot>
     MK_INSIDE vi get_some(int r, int64_t line, int64_t part, int64_t) const {
-        return get<Dot>(r, line, part);
+        return get_alone<Dot>(r, line, part);
     }
     // As they are, from a byte on.
-    MK_INSIDE vi get(int r, int64_t byte) const { return get<Int8Dot>(r, byte / LINE, byte % LINE); }
-    MK_INSIDE void ask(int r, int64_t line) const { prefetch_soon(row[r] + 32 * line, SOON_OF_FOUR); }
-    MK_INSIDE void ask_rest(int r, int64_t line, int64_t bytes) const {
-        for (int64_t at = 32 * line; at < codes + bytes / 32; at += LINE) prefetch_soon(row[r] + at, SOON_OF_FOUR);
+    MK_INSIDE vi get(int r, int64_t byte) const {
+        const int64_t line = byte / LINE, part = byte % LINE;
+        if (64 * (line / 2) + 32 >= codes) return get_alone<Int8Dot>(r, line, part);
+        return line % 2 ? get<Int8Dot>(r, line / 2, 1, part) : get<Int8Dot>(r, line / 2, 0, part);
+    }
+    MK_INSIDE void ask(bool closest, int r, int64_t line) const { prefetch_soon(closest, row[r] + 32 * line, SOON_OF_CODES); }
+    MK_INSIDE void ask_rest(bool closest, int r, int64_t line, int64_t bytes) const {
+        for (int64_t at = 32 * line; at < codes + bytes / 32; at += LINE) prefetch_soon(closest, row[r] + at, SOON_OF_CODES);
     }
 };
 
@@ -179,7 +203,8 @@ MK_INLINE void narrow_few(
     const Matrix& m, const Weights& w, int64_t row, int64_t step, int64_t count, const NarrowRow* const* x,
     const Results& to) {
     typedef typename Dot::Sum Sums[B][FOUR];
-    const int64_t bytes = stored_bytes(m), whole = bytes / LINE, pairs = whole / 2;
+    const int64_t bytes = stored_bytes(m), pairs = bytes / (2 * LINE);
+    const bool closest = mk_asks_closest;
     Sums even = {}, odd = {};
     auto meet = MK_BODY(Sums & sums, int64_t at, auto get) {
         vi weights[FOUR];
@@ -189,30 +214,27 @@ MK_INLINE void narrow_few(
             for (int r = 0; r < FOUR; r++) sums[b][r] = Dot::add(sums[b][r], weights[r], values);
         }
     };
-    auto meet_line = MK_BODY(Sums & sums, int64_t line) {
+    auto meet_one_of = MK_BODY(Sums & sums, int64_t pair, int64_t odd) {
 #pragma GCC unroll 4
         for (int64_t part = 0; part < LINE; part += VECTOR)
-            meet(sums, line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+            meet(sums, (2 * pair + odd) * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, pair, odd, part); });
     };
     auto meet_rest = MK_BODY(Sums & sums, int64_t line) {
-        const int64_t rest = bytes - line * LINE;
+        const int64_t rest = least(bytes - line * LINE, LINE);
         int64_t part = 0;
         for (; part + VECTOR <= rest; part += VECTOR)
-            meet(sums, line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+            meet(sums, line * LINE + part, MK_BODY(int r) { return w.template get_alone<Dot>(r, line, part); });
         if (part < rest)
             meet(sums, line * LINE + part, MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
     };
     for (int64_t pair = 0; pair < pairs; pair++) {
-        for (int r = 0; r < FOUR; r++) w.ask(r, 2 * pair);
-        meet_line(even, 2 * pair);
-        meet_line(odd, 2 * pair + 1);
+        for (int r = 0; r < FOUR; r++) w.ask(closest, r, 2 * pair);
+        meet_one_of(even, pair, 0);
+        meet_one_of(odd, pair, 1);
     }
-    for (int r = 0; r < FOUR; r++) w.ask_rest(r, 2 * pairs, bytes);
-    if (whole % 2) meet_line(even, 2 * pairs);
-    if (bytes % LINE) {
-        if (whole % 2) meet_rest(odd, whole);
-        else meet_rest(even, whole);
-    }
+    for (int r = 0; r < FOUR; r++) w.ask_rest(closest, r, 2 * pairs, bytes);
+    if (bytes > 2 * pairs * LINE) meet_rest(even, 2 * pairs);
+    if (bytes > (2 * pairs + 1) * LINE) meet_rest(odd, 2 * pairs + 1);
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
         for (int r = 0; r < FOUR; r++) even[b][r] += odd[b][r];
@@ -236,32 +258,43 @@ MK_INLINE void narrow_block(
         }
     };
     int64_t asked = 0;
-    // Every `step` lines one, from `line` on; what is no whole line belongs to the one that it begins.
-    auto meet_lines = MK_BODY(int64_t line, int64_t step) {
-        for (; (line + 1) * LINE <= bytes; line += step) {
-            for (asked += lines; asked >= steps; asked -= steps, ahead += LINE) prefetch(ahead, 0);
+    auto ask = MK_BODY() {
+        for (asked += lines; asked >= steps; asked -= steps, ahead += LINE) prefetch(ahead, 0);
+    };
+    auto meet_one_of = MK_BODY(int64_t pair, int64_t odd) {
+        ask();
 #pragma GCC unroll 4
-            for (int64_t part = 0; part < LINE; part += VECTOR)
-                meet(line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
-        }
-        const int64_t rest = bytes - line * LINE;
+        for (int64_t part = 0; part < LINE; part += VECTOR)
+            meet((2 * pair + odd) * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, pair, odd, part); });
+    };
+    // What is no whole line, or none of a pair.
+    auto meet_rest = MK_BODY(int64_t line) {
+        const int64_t rest = least(bytes - line * LINE, LINE);
         int64_t part = 0;
         for (; part + VECTOR <= rest; part += VECTOR)
-            meet(line * LINE + part, MK_BODY(int r) { return w.template get<Dot>(r, line, part); });
+            meet(line * LINE + part, MK_BODY(int r) { return w.template get_alone<Dot>(r, line, part); });
         if (part < rest)
             meet(line * LINE + part, MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
     };
+    const int64_t pairs = bytes / (2 * LINE);
     if constexpr (__is_same(typename Dot::Sum, vf)) {
-        meet_lines(0, 2);
+        for (int64_t pair = 0; pair < pairs; pair++) meet_one_of(pair, 0);
+        meet_rest(2 * pairs);
         typename Dot::Sum even[B][FOUR];
         memcpy(even, sums, sizeof sums);
         for (int b = 0; b < B; b++)
             for (int r = 0; r < FOUR; r++) sums[b][r] = typename Dot::Sum{};
-        meet_lines(1, 2);
+        for (int64_t pair = 0; pair < pairs; pair++) meet_one_of(pair, 1);
+        meet_rest(2 * pairs + 1);
         for (int b = 0; b < B; b++)
             for (int r = 0; r < FOUR; r++) sums[b][r] += even[b][r];
     } else {
-        meet_lines(0, 1);
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            meet_one_of(pair, 0);
+            meet_one_of(pair, 1);
+        }
+        meet_rest(2 * pairs);
+        meet_rest(2 * pairs + 1);
     }
     int first = 0;
 #if MK_WIDTH == 16

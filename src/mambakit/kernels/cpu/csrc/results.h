@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include "extension.h"
+
 namespace MK_ISA {
 
 // y[b * stride + row], times `scale`, on top of what is there if `add`.
@@ -15,13 +17,16 @@ struct Results {
 
 // Bytes between what is multiplied and what is asked for from memory.
 constexpr int64_t AHEAD = 8192;
-// The same where few rows of x meet the weights in the order in which they lie, where they meet four neighbouring rows of the
-// matrix together, and for each of four rows that are far apart. Into the cache closest by: what is in order there waits for
-// nothing else.
-constexpr int64_t SOON = 6144, SOON_OF_FOUR = 12288, SOON_OF_EACH = 1536;
+// The same for each of four rows that are far apart, and for each of four rows of codes, which take longer: into the second
+// cache, or where `mk_asks_closest` says so, into the closest one.
+struct Soon {
+    int64_t second, closest;
+};
+constexpr Soon SOON_OF_EACH = {1024, 1536}, SOON_OF_CODES = {2560, 3072};
 
-static inline __attribute__((always_inline)) void prefetch_soon(const void* at, int64_t bytes = SOON) {
-    __builtin_prefetch((const void*)((uintptr_t)at + bytes), 0, 3);
+static inline __attribute__((always_inline)) void prefetch_soon(bool closest, const void* at, Soon soon) {
+    if (closest) __builtin_prefetch((const void*)((uintptr_t)at + soon.closest), 0, 3);
+    else __builtin_prefetch((const void*)((uintptr_t)at + soon.second), 0, 2);
 }
 
 }  // namespace MK_ISA
