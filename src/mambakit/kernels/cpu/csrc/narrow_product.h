@@ -367,9 +367,16 @@ static PieceAt<NarrowWeights> decoded_piece(const Matrix& m, int64_t begin, int6
     for (int64_t row = begin; row < end; row++) {
         const uint8_t* at = (const uint8_t*)m.weight + row * pitch;
         const Int4Weights w = {{at, at, at, at}, wide / 2};
-        for (int64_t byte = 0; byte < wide; byte += VECTOR) {
+        char* to = decoded + (row - begin) * wide;
+        for (int64_t pair = 0; pair < wide / (2 * LINE); pair++)
+#pragma GCC unroll 8
+            for (int64_t byte = 0; byte < 2 * LINE; byte += VECTOR, to += VECTOR) {
+                const vi part = w.template get<Int8Dot>(0, pair, byte / LINE, byte % LINE);
+                memcpy(to, &part, sizeof part);
+            }
+        for (int64_t byte = wide / (2 * LINE) * 2 * LINE; byte < wide; byte += VECTOR, to += VECTOR) {
             const vi part = w.get(0, byte);
-            memcpy(decoded + (row - begin) * wide + byte, &part, sizeof part);
+            memcpy(to, &part, sizeof part);
         }
     }
     return piece_at(decoded, wide);
