@@ -105,7 +105,8 @@ def test_products_with_many_rows(name):
             weights, x = FORMATS[name](make_linear(rows, columns)), torch.randn(1060, columns)
             together = matvec.multiply(x, weights)
             assert error(together, product(x, weights), floor=1e-3) < 1e-6
-            for first, last in ((0, 1), (255, 258), (17, 90), (1011, 1060)):
+            some = ((0, 31), (31, 63), (63, 96), (100, 147), (200, 295), (300, 396))  # by few rows, by panels, by tiles
+            for first, last in ((0, 1), (255, 258), (17, 90), (1011, 1060), *some):
                 alone = matvec.multiply(x[first:last], weights)
                 assert error(alone, together[first:last], floor=1e-3) < (1e-6 if name == "bfloat16-narrow" else 1e-30)
 
@@ -140,7 +141,7 @@ def test_rows_that_are_no_numbers(name):
 def test_threads_and_repeats_change_nothing(name):
     with torch.no_grad(), use_backend("cpu"):
         weights = FORMATS[name](make_linear(1031, 300))
-        for rows in (3, 100) if name in NARROW else (3,):
+        for rows in (3, 40, 100) if name in NARROW else (3,):
             x = torch.randn(rows, 300)
             alone = matvec.multiply(x, weights)
             torch.set_num_threads(2)

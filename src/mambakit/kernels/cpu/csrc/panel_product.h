@@ -12,8 +12,12 @@
 
 namespace MK_ISA {
 
-// Rows of x from which turning pays.
-constexpr int64_t MANY_ROWS = W == 16 ? 96 : 48;
+// Rows of x from which turning pays, and of integers where there are instructions for them and vectors are long.
+constexpr int64_t MANY_ROWS = W == 16 ? 96 : 48, MANY_INTEGER_ROWS = 32;
+static bool turning_pays(const Matrix& m, int64_t batch) {
+    const bool integers = W == 16 && m.format != BFLOAT16_NARROW && mk_extension_in_use >= MK_VNNI;
+    return batch >= (integers ? MANY_INTEGER_ROWS : MANY_ROWS);
+}
 // Rows of x that meet two panels at a time: as many as there are registers for sums. The rest goes by thirds, then singly.
 #if defined(MK_NEON)
 constexpr int PANEL_INPUTS = 12;
@@ -138,17 +142,28 @@ MK_INLINE void put_panel(
     store_part(y, placed(scaled(sums, totals, splat(x.scale), scales), m, bias, to, old), count);
 }
 
+// Memory that is asked for while rows meet, line by line.
+struct Lines {
+    const char *next, *end;
+    MK_INSIDE void ask() {
+        if (next >= end) return;
+        prefetch(next, 0);
+        next += LINE;
+    }
+};
+
 // B rows of x from `b` on with two panels, of rows [row, row + count).
 template <class Dot, int B>
 static void panel_block(
     const Matrix& m, const vi* panel, int64_t steps, int64_t row, int64_t count, const PanelRows& x, int64_t b,
-    const Results& to) {
+    Lines& ahead, const Results& to) {
     const int64_t pitch = x.pitch;
     const char* rows[ceil_div(B, 4)];
     for (int q = 0; q < ceil_div(B, 4); q++) rows[q] = x.numbers + (b + 4 * q) * pitch;
     typename Dot::Sum sums[B][2] = {};
     for (int64_t step = 0; step < steps; step++) {
         const vi first = panel[step], second = panel[steps + step];
+        ahead.ask();
 #pragma GCC unroll 16
         for (int i = 0; i < B; i++) {
             int32_t part;
@@ -173,17 +188,19 @@ static void multiply_panels(
     const int64_t steps = round_up(stored_bytes(m), VECTOR) / (IS_WIDE<Dot> ? 2 : 4);
     const PanelRows rows = panel_rows<Dot>(m, x, batch);
     vi* panel = (vi*)scratch<PRODUCT_DECODED>(2 * steps * W);
+    auto weights_of = [&](int64_t row) { return (const char*)m.weight + least(row, end) * bytes_per_row(m); };
     for (int64_t row = begin; row < end; row += 2 * W) {
         const int64_t count = least(2 * W, end - row);
         make_panel<Dot>(m, row, least(count, W), panel);
         if (count > W) make_panel<Dot>(m, row + W, count - W, panel + steps);
         else clear(panel + steps, steps);
+        Lines ahead = {weights_of(row + 2 * W), weights_of(row + 4 * W)};
         int64_t b = 0;
         for (; b + PANEL_INPUTS <= batch; b += PANEL_INPUTS)
-            panel_block<Dot, PANEL_INPUTS>(m, panel, steps, row, count, rows, b, to);
+            panel_block<Dot, PANEL_INPUTS>(m, panel, steps, row, count, rows, b, ahead, to);
         for (; b + PANEL_REST <= batch; b += PANEL_REST)
-            panel_block<Dot, PANEL_REST>(m, panel, steps, row, count, rows, b, to);
-        for (; b < batch; b++) panel_block<Dot, 1>(m, panel, steps, row, count, rows, b, to);
+            panel_block<Dot, PANEL_REST>(m, panel, steps, row, count, rows, b, ahead, to);
+        for (; b < batch; b++) panel_block<Dot, 1>(m, panel, steps, row, count, rows, b, ahead, to);
     }
 }
 
@@ -250,9 +267,9 @@ static void multiply_many(
     const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to, bool any_order) {
     if (begin >= end) return;
     const bool bfloat16 = m.format == BFLOAT16_NARROW;
-    if (batch < MANY_ROWS || (bfloat16 && !any_order)) return multiply_narrow(m, begin, end, x, batch, to);
+    if (!turning_pays(m, batch) || (bfloat16 && !any_order)) return multiply_narrow(m, begin, end, x, batch, to);
 #if defined(MK_X86) && MK_WIDTH == 16
-    if (mk_tiles_in_use) return multiply_tiles(m, begin, end, x, batch, to);
+    if (mk_tiles_in_use && batch >= MANY_ROWS) return multiply_tiles(m, begin, end, x, batch, to);
 #endif
     if (mk_extension_in_use >= (bfloat16 ? MK_BF16 : MK_VNNI))
         return by_best_dot(m, MK_BODY(auto dot) { multiply_panels<decltype(dot)>(m, begin, end, x, batch, to); });
