@@ -105,7 +105,8 @@ def test_products_with_many_rows(name):
             weights, x = FORMATS[name](make_linear(rows, columns)), torch.randn(1060, columns)
             together = matvec.multiply(x, weights)
             assert error(together, product(x, weights), floor=1e-3) < 1e-6
-            some = ((0, 31), (31, 63), (63, 96), (100, 147), (200, 295), (300, 396))  # by few rows, by panels, by tiles
+            counts = (7, 8, 23, 24, 31, 32, 47, 48, 95, 96)  # by few rows, by quads or panels, by tiles
+            some = [(100 * place, 100 * place + count) for place, count in enumerate(counts)]
             for first, last in ((0, 1), (255, 258), (17, 90), (1011, 1060), *some):
                 alone = matvec.multiply(x[first:last], weights)
                 assert error(alone, together[first:last], floor=1e-3) < (1e-6 if name == "bfloat16-narrow" else 1e-30)

@@ -106,7 +106,7 @@ static void check_products(Draw& draw) {
     for (int64_t format = FLOAT32; format <= INT4_NARROW; format++) {
         const int64_t rows = draw.whole(1, 40), columns = draw.whole(1, 200);
         // Those of a step, or of a prompt, which narrow formats take another way.
-        const int64_t batch = draw.chance(0.25) ? draw.whole(30, 140) : draw.whole(1, 20);
+        const int64_t batch = draw.chance(0.25) ? draw.whole(20, 140) : draw.whole(1, 20);
         const Stored by = draw_matrix(draw, format, rows, columns, draw.chance(0.5));
         Floats x = draw.floats(batch * columns), y(batch * rows);
         Matvec call = {};

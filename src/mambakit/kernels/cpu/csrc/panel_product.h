@@ -1,10 +1,11 @@
-// Products of narrow weights with the many rows of a prompt: W rows of the matrix at a time are turned, so that each lane of
-// a sum is a result and nothing is left to add up at the end.
+// Products of narrow weights with the many rows of a prompt, where vectors are short or there are no instructions for the
+// weights' numbers: W rows of the matrix at a time are turned, so that each lane of a sum is a result and nothing is left to
+// add up at the end. Which product is taken for how many rows is at the end of this file.
 //
 // Sums of integers are those of narrow_product.h to the last digit, those of bfloat16 are in another order.
 #pragma once
 
-#include "narrow_product.h"
+#include "quad_product.h"
 #include "small_gemm.h"
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -12,12 +13,9 @@
 
 namespace MK_ISA {
 
-// Rows of x from which turning pays, and of integers where there are instructions for them and vectors are long.
-constexpr int64_t MANY_ROWS = W == 16 ? 96 : 48, MANY_INTEGER_ROWS = 32;
-static bool turning_pays(const Matrix& m, int64_t batch) {
-    const bool integers = W == 16 && m.format != BFLOAT16_NARROW && mk_extension_in_use >= MK_VNNI;
-    return batch >= (integers ? MANY_INTEGER_ROWS : MANY_ROWS);
-}
+// Rows of x from which turning pays with long vectors: always, for weights of eight bits, and for those of four, which are
+// decoded meanwhile.
+constexpr int64_t MANY_ROWS = 96, MANY_INTEGER_ROWS = 24, MANY_CODED_ROWS = 8;
 // Rows of x that meet two panels at a time: as many as there are registers for sums. The rest goes by thirds, then singly.
 #if defined(MK_NEON)
 constexpr int PANEL_INPUTS = 12;
@@ -124,33 +122,6 @@ static PanelRows panel_rows(const Matrix& m, const NarrowRow* x, int64_t count) 
         return {x, x->data, narrow_pitch(m)};
     }
 }
-
-// Results of one row of x with the rows of a panel.
-template <class Dot>
-MK_INLINE void put_panel(
-    typename Dot::Sum sums, const Matrix& m, int64_t row, int64_t count, const NarrowRow& x, const Results& to,
-    int64_t b) {
-    vf scales = {}, bias = {}, old = {};
-    typename Dot::Sum totals = {};
-    float* y = to.y + b * to.stride + row;
-    if constexpr (!__is_same(typename Dot::Sum, vf)) {
-        scales = load_part((const float*)m.scales + row, count);
-        totals += Dot::OFFSET * x.total;
-    }
-    if (m.bias) bias = load_part(m.bias + row, count);
-    if (to.add) old = load_part(y, count);
-    store_part(y, placed(scaled(sums, totals, splat(x.scale), scales), m, bias, to, old), count);
-}
-
-// Memory that is asked for while rows meet, line by line.
-struct Lines {
-    const char *next, *end;
-    MK_INSIDE void ask() {
-        if (next >= end) return;
-        prefetch(next, 0);
-        next += LINE;
-    }
-};
 
 // B rows of x from `b` on with two panels, of rows [row, row + count).
 template <class Dot, int B>
@@ -262,17 +233,30 @@ static void multiply_tiles(
     const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to);
 #endif
 
+// Rows of x from which turning pays.
+static int64_t many_rows(const Matrix& m) {
+    if (W < 16) return 48;
+    if (m.format == BFLOAT16_NARROW || mk_extension_in_use < MK_VNNI) return MANY_ROWS;
+    return m.format == INT4_NARROW ? MANY_CODED_ROWS : MANY_INTEGER_ROWS;
+}
+
 // By turned weights where that pays: for integers whoever asks, for bfloat16 if sums may be in another order.
 static void multiply_many(
     const Matrix& m, int64_t begin, int64_t end, const NarrowRow* x, int64_t batch, const Results& to, bool any_order) {
     if (begin >= end) return;
     const bool bfloat16 = m.format == BFLOAT16_NARROW;
-    if (!turning_pays(m, batch) || (bfloat16 && !any_order)) return multiply_narrow(m, begin, end, x, batch, to);
+    if (batch < many_rows(m) || (bfloat16 && !any_order)) return multiply_narrow(m, begin, end, x, batch, to);
 #if defined(MK_X86) && MK_WIDTH == 16
     if (mk_tiles_in_use && batch >= MANY_ROWS) return multiply_tiles(m, begin, end, x, batch, to);
 #endif
     if (mk_extension_in_use >= (bfloat16 ? MK_BF16 : MK_VNNI))
-        return by_best_dot(m, MK_BODY(auto dot) { multiply_panels<decltype(dot)>(m, begin, end, x, batch, to); });
+        return by_best_dot(m, MK_BODY(auto dot) {
+#if MK_WIDTH == 16
+            multiply_quads<decltype(dot)>(m, begin, end, x, batch, to);
+#else
+            multiply_panels<decltype(dot)>(m, begin, end, x, batch, to);
+#endif
+        });
     for (int64_t first = 0; first < batch; first += WIDENED_ROWS) {
         const NarrowRow* rows = narrow_at(m, x, first);
         const int64_t count = least(batch - first, WIDENED_ROWS);
