@@ -127,13 +127,25 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
     Sums<R, B> sums = {};
     if constexpr (__is_same(Weights, Nf4Weights)) dot_rows_nf4<R, B>(m, row, x, ahead, sums);
     else dot_rows<Weights, R, B>(m, row, 1, x, ahead, sums);
+    // All at once: by themselves they took a third of the time of short rows.
+    vf4 totals[ceil_div(R * B, FOUR)];
+#pragma GCC unroll 8
+    for (int n = 0; n < R * B; n += FOUR) {
+        vf own[FOUR] = {};
+#pragma GCC unroll 4
+        for (int q = 0; q < FOUR; q++)
+            if (n + q < R * B) own[q] = sums.of[(n + q) / B][(n + q) % B];
+        totals[n / FOUR] = sums_of_four(own);
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
         const float scale = m.format == INT8 ? ((const float*)m.scales)[row + r] : 1.0f;
         const float bias = m.bias ? m.bias[row + r] : 0.0f;
+#pragma GCC unroll 8
         for (int b = 0; b < B; b++) {
             float* y = to.y + b * to.stride + row + r;
             // Rounded one by one: compilers join steps of one batch and not of another.
-            const float value = done((done(sum(sums.of[r][b]) * scale) + bias) * to.scale);
+            const float value = done((done(totals[(r * B + b) / FOUR][(r * B + b) % FOUR] * scale) + bias) * to.scale);
             *y = to.add ? *y + value : value;
         }
     }
