@@ -19,11 +19,10 @@ constexpr int AT_ONCE = W == 16 ? 6 : 2;
 constexpr int64_t NEAR_ROWS = 16, NEAR_INPUTS = 256;
 
 // Weights of FOUR rows as a Dot takes them: a vector, `part` bytes from the beginning of a line, which is one of a pair or
-// stands alone, and is whole or has some bytes. Up to FEW rows of x meet rows that are a quarter of the matrix APART.
+// stands alone, and is whole or has some bytes. Up to FEW rows of x meet rows that are a quarter of the matrix apart.
 //
 // int8 or bfloat16, as they lie.
 struct NarrowWeights {
-    static constexpr bool APART = true;
     static constexpr int FEW = W == 16 ? 3 : 1;
     const char* row[FOUR];
     template <class Dot>
@@ -51,7 +50,6 @@ struct NarrowWeights {
 // Codes of groups of 32 inputs, 16 bytes each, and the values that they stand for in their group. A vector is made of the low
 // halves of as many bytes, or of the high ones: the order of narrow_place.
 struct Int4Weights {
-    static constexpr bool APART = true;
     static constexpr int FEW = 1;
     const uint8_t* row[FOUR];
     int64_t codes;  // bytes of a row before its scales
@@ -227,11 +225,18 @@ MK_INLINE void narrow_few(
         if (part < rest)
             meet(sums, line * LINE + part, MK_BODY(int r) { return w.template get_some<Dot>(r, line, part, rest - part); });
     };
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        for (int r = 0; r < FOUR; r++) w.ask(closest, r, 2 * pair);
-        meet_one_of(even, pair, 0);
-        meet_one_of(odd, pair, 1);
-    }
+    // One loop for each way to ask, as short as it can be: the more of them a processor has begun, the more memory is on its way.
+    auto meet_pairs = MK_BODY(auto asks_closest) {
+        for (int64_t pair = 0; pair < pairs; pair++) {
+#pragma GCC unroll 4
+            for (int r = 0; r < FOUR; r++) w.ask(decltype(asks_closest)::value, r, 2 * pair);
+            meet_one_of(even, pair, 0);
+            meet_one_of(odd, pair, 1);
+        }
+    };
+    if (closest) meet_pairs(Count<1>());
+    else meet_pairs(Count<0>());
+#pragma GCC unroll 4
     for (int r = 0; r < FOUR; r++) w.ask_rest(closest, r, 2 * pairs, bytes);
     if (bytes > 2 * pairs * LINE) meet_rest(even, 2 * pairs);
     if (bytes > (2 * pairs + 1) * LINE) meet_rest(odd, 2 * pairs + 1);
@@ -326,10 +331,12 @@ static __attribute__((noinline)) void narrow_piece(
     };
     if constexpr (B <= Weights::FEW)
         if (B == 1 || passes == 1) {
-            const int64_t quarter = (end - begin) / FOUR, step = Weights::APART ? quarter : 1, rest = (end - begin) % FOUR;
-            for (int64_t i = 0; i < quarter; i++) {
-                const int64_t row = begin + (Weights::APART ? i : FOUR * i);
-                narrow_few<Dot, B>(m, weights(row, step, FOUR), row, step, FOUR, x, to);
+            const int64_t quarter = (end - begin) / FOUR, rest = (end - begin) % FOUR;
+            Weights own = weights(begin, quarter, FOUR);
+            for (int64_t row = begin; row < begin + quarter; row++) {
+                narrow_few<Dot, B>(m, own, row, quarter, FOUR, x, to);
+#pragma GCC unroll 4
+                for (int r = 0; r < FOUR; r++) own.row[r] += weights_at.pitch;
             }
             if (rest) narrow_few<Dot, B>(m, weights(end - rest, 1, rest), end - rest, 1, rest, x, to);
             return;
