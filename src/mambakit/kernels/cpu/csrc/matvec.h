@@ -189,7 +189,9 @@ static void multiply_all(
     const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch, const Results& to) {
     // Formats that take long to decode share what they load of x.
     constexpr int ALONE = __is_same(Weights, Float32Weights) || __is_same(Weights, Bfloat16Weights) ? 1 : 4;
-    const int64_t passes = ceil_div(batch, ROWS_TOGETHER), piece = passes == 1 ? end - begin : 16, pitch = bytes_per_row(m);
+    // Six long rows fill the cache closest by, which with many of them costs more than reading the weights more often.
+    const int64_t most = ROWS_TOGETHER == 6 && batch >= 48 && 6 * m.columns > 8192 ? 4 : ROWS_TOGETHER;
+    const int64_t passes = ceil_div(batch, most), piece = passes == 1 ? end - begin : 16, pitch = bytes_per_row(m);
     for (int64_t row = begin; row < end; row += piece) {
         const int64_t stop = least(row + piece, end);
         int64_t first = 0;
