@@ -202,7 +202,8 @@ def test_what_the_kernels_leave_to_torch():
     assert matvec.multiply(x, weights) is None, "with gradients"
     with torch.no_grad():
         assert matvec.multiply(x, weights) is not None
-        assert matvec.multiply(torch.randn(17, 40), weights) is None
+        assert matvec.multiply(torch.randn(129, 40), weights) is None
+        assert matvec.multiply(torch.randn(17, 40), Int8Linear(linear).stored()) is None
         assert matvec.multiply(torch.randn(17, 40), Int8Linear(linear, "int8").stored()) is not None
         assert matvec.multiply(x[:0], weights) is None
         assert matvec.multiply(x.double(), weights) is None
@@ -216,6 +217,21 @@ def test_what_the_kernels_leave_to_torch():
         assert error(torch.vmap(linear)(x), nn.Linear.forward(linear, x)) < 1e-6
 
 
+def test_more_rows_of_float32_where_torch_has_narrower_vectors(monkeypatch):
+    """The same bits as a few rows, wherever the kernel is asked by name."""
+    weights, x = make_linear(39, 257).stored(), torch.randn(128, 257)
+    with torch.no_grad():
+        for narrower in (True, False):
+            monkeypatch.setattr("mambakit.kernels.cpu.backend.torch_is_narrower", lambda told=narrower: told)
+            assert (matvec.multiply(x, weights) is None) != narrower
+            assert matvec.multiply(x[:16], weights) is not None
+        with use_backend("cpu"):
+            together = matvec.multiply(x, weights)
+            assert error(together, product(x, weights), floor=1e-3) < 1e-6
+            for first, last in ((0, 1), (3, 20), (20, 53), (53, 117), (28, 128)):
+                assert torch.equal(matvec.multiply(x[first:last], weights), together[first:last])
+
+
 def test_many_rows_of_bfloat16_where_torch_has_wider_vectors(monkeypatch):
     linear = make_linear(6, 40)
     rounded, few, many = Bfloat16Linear(linear, "bfloat16").stored(), torch.randn(16, 40), torch.randn(17, 40)
@@ -226,7 +242,7 @@ def test_many_rows_of_bfloat16_where_torch_has_wider_vectors(monkeypatch):
         assert matvec.multiply(many, Int8Linear(linear, "int8").stored()) is not None
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17, 129])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_linear(rows, backend):
     for shape in ((7, 33), (8, 64)):

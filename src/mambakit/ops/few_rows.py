@@ -17,6 +17,8 @@ FLOAT32, BFLOAT16, INT8, NF4, BFLOAT16_NARROW, INT8_NARROW, INT4_NARROW = range(
 NARROW = (BFLOAT16_NARROW, INT8_NARROW, INT4_NARROW)
 MAX_ROWS = 16
 """Rows of x up to which the weights' bytes and not the products take the time, where both are float32."""
+MORE_ROWS = 128
+"""And those up to which a kernel may still be faster than torch's product, where both are float32."""
 GROUP = 32
 """Groups of NF4 are multiples of this, those of INT4_NARROW are it."""
 MAX_COLUMNS = 1 << 17
@@ -51,6 +53,11 @@ class Weights(NamedTuple):
     group: int = 0
 
 
+def most_rows(dtype: torch.dtype) -> int:
+    """Rows of x up to which kernels are asked for a product with a weight that is not rounded."""
+    return MORE_ROWS if dtype == torch.float32 else MAX_ROWS
+
+
 def plain_format(weight: Tensor) -> int:
     """Of a parameter, that of a half-precision model meeting rows of its dtype."""
     return BFLOAT16_NARROW if weight.dtype == torch.bfloat16 else FLOAT32
@@ -75,7 +82,7 @@ def multiply(x: Tensor, weights: Weights) -> Tensor | None:
     """`x @ weight.T + bias` by a kernel, in the dtype of `x`; None where none takes it."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not x.numel() or not is_stored_well(weights):
         return None
-    if weights.format not in NARROW and x.numel() > MAX_ROWS * weights.columns:
+    if weights.format not in NARROW and x.numel() > most_rows(weights.weight.dtype) * weights.columns:
         return None
     kernel = FEW_ROWS.offer(x, weights.weight, weights.scales, weights.bias)
     if kernel is None:

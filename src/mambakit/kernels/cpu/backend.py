@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambakit.kernels.cpu.library import library, processor, torch_is_wider, why_missing
+from mambakit.kernels.cpu.library import library, processor, torch_is_narrower, torch_is_wider, why_missing
 from mambakit.ops.backends import Backend, register_backend
 
 
@@ -22,8 +22,8 @@ def about() -> dict[str, Any]:
 
 
 def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Many rounded rows where torch knows faster float32 products: on Arm without the instructions for such numbers,
-    and those of bfloat16 where torch's vectors are wider."""
+    """Many rows where torch's products are faster: of float32 unless its vectors are narrower, of bfloat16 where they
+    are wider, and on Arm without the instructions for rounded numbers."""
     if operation != "few_rows":
         return None
     # Here, because operations import kernels.
@@ -35,6 +35,8 @@ def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None
     if x.numel() <= MAX_ROWS * x.shape[-1]:
         return None
     instruction_set, extension = processor()
+    if weight.dtype == torch.float32:
+        return None if torch_is_narrower() else "torch's products of many rows are faster"
     if weight.dtype == torch.bfloat16:
         slower = torch_is_wider() or (instruction_set == "neon" and extension != "bf16")
     else:

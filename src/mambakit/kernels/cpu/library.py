@@ -170,9 +170,15 @@ def torch_is_wider() -> bool:
     return library().usable == ["plain"] and bool(library()._ask("can_run", "avx"))
 
 
+def torch_is_narrower() -> bool:
+    """Whether torch's float32 products have vectors of half the kernels' width: MKL's on processors of AMD."""
+    found = library()
+    return torch.backends.mkl.is_available() and bool(found._ask("mkl_is_narrow", found.instruction_set))
+
+
 # A compiler asks once, instead of tracing how a library is loaded. This is all that
 # `torch.compiler.assume_constant_result` does, which would import the whole compiler here.
-for ask in (why_missing, processor, torch_is_wider):
+for ask in (why_missing, processor, torch_is_wider, torch_is_narrower):
     ask._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

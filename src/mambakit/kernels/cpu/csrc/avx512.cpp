@@ -14,6 +14,9 @@ MK_EXTENSION_OF(avx512) {
 #define MK_WIDTH 16
 #include "kernels.h"
 
+// Whether MKL, of which torch's float32 products are, leaves half of the vectors' width unused.
+MK_PUBLIC int32_t mk_mkl_is_narrow_avx512() { return __builtin_cpu_is("amd") != 0; }
+
 // Why AMX cannot be used, or "": what the processor and the system say, and, asked if they do not object, what a trial says.
 MK_PUBLIC const char* mk_amx_refused_avx512() { return amx_refused(); }
 MK_PUBLIC const char* mk_amx_differs_avx512() {
