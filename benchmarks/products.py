@@ -6,6 +6,7 @@ python -m benchmarks.products --what memory       peak memory of loading and dec
 python -m benchmarks.products --what decoding --batches 1 --formats int8    some cells, beside those of float32
 MAMBAKIT_ISA=avx2 python -m benchmarks.products --what prompts --layers 4    a processor with less, and fewer layers
 python -m benchmarks.products --what prompts --threads 1 --cpu-time          on a machine that others use meanwhile
+python -m benchmarks.products --what decoding --in-a-row    16 tokens of one model after another, as a stream has them
 python -m benchmarks.products --what joined       the tables of all cells that were measured so far
 
 Every run replaces the cells that it measures in one file, so that a table may be made in pieces. Figures are medians,
@@ -26,7 +27,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode import BLOCKS, VOCABULARY, bytes_per_token, our_prefill, our_step, reader, state_bytes
+from benchmarks.decode import (
+    BLOCKS,
+    IN_A_ROW,
+    VOCABULARY,
+    bytes_per_token,
+    in_a_row,
+    our_prefill,
+    our_step,
+    reader,
+    state_bytes,
+)
 from benchmarks.measure import (
     RESULTS,
     gemm_task,
@@ -124,19 +135,25 @@ def measure_prompt(
     ]
 
 
-def measure_decoding(models: dict[str, LanguageModel], batches: Iterable[int], repeats: int) -> list[Cell]:
+def measure_decoding(
+    models: dict[str, LanguageModel], batches: Iterable[int], repeats: int, row: bool = False
+) -> list[Cell]:
     read, bytes_read = reader(models["float32"])
     tasks: dict[Any, Callable[[], Any]] = {"read": read}
     for batch in batches:
-        tasks |= {(name, batch): our_step(model, batch, "auto", states_of(name)) for name, model in models.items()}
+        for name, model in models.items():
+            step = our_step(model, batch, "auto", states_of(name))
+            tasks[name, batch] = in_a_row(step) if row else step
     times = {key: median(seconds) for key, seconds in interleaved(tasks, repeats).items()}
     bandwidth = bytes_read / times.pop("read")
+    if row:
+        times = {key: seconds / IN_A_ROW for key, seconds in times.items()}
     cells = []
     for (name, batch), own in times.items():
         read_and_written = bytes_per_token(models[name]) + state_bytes(models[name], batch, states_of(name))
         cells.append(
             {
-                "what": "decoding",
+                "what": "in a row" if row else "decoding",
                 "size": batch,
                 "format": name,
                 "seconds": own,
@@ -193,7 +210,8 @@ def show_decoding(cells: list[Cell]) -> None:
     batches = sorted({cell["size"] for cell in cells})
     found = {(cell["format"], cell["size"]): cell for cell in cells}
     read = ", ".join(sorted({f"{cell['bandwidth'] / 1e9:.1f}" for cell in cells}))
-    print(f"\ndecoding, tokens/s (% of bytes; x float32); memory is read at {read} GB/s\n")
+    what = {"decoding": "a token between those of other models"}.get(cells[0]["what"], "tokens in a row")
+    print(f"\ndecoding, {what}, tokens/s (% of bytes; x float32); memory is read at {read} GB/s\n")
     lines = []
     for name in dict.fromkeys(cell["format"] for cell in cells):
         own = [found.get((name, batch)) for batch in batches]
@@ -219,7 +237,13 @@ def show(cells: list[Cell]) -> None:
     for model in dict.fromkeys(tuple(cell[key] for key in KEYS[:4]) for cell in cells):
         family, layers, isa, threads = model
         print(f"\n{family}, {layers} layers, {isa}, {threads} thread{'s' if threads > 1 else ''}")
-        for what, tell in (("prompts", show_prompts), ("decoding", show_decoding), ("memory", show_memory)):
+        kinds = (
+            ("prompts", show_prompts),
+            ("decoding", show_decoding),
+            ("in a row", show_decoding),
+            ("memory", show_memory),
+        )
+        for what, tell in kinds:
             own = [c for c in cells if tuple(c[key] for key in KEYS[:5]) == (*model, what)]
             if own:
                 tell(own)
@@ -254,6 +278,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=7, help="interleaved rounds (median); three times as many of decoding"
     )
+    parser.add_argument("--in-a-row", action="store_true", help="decode several tokens of one model at a time")
     parser.add_argument("--keep", type=Path, help="a folder for the models, from which the next run takes them")
     parser.add_argument("--cpu-time", action="store_true", help="of prompts, on one thread: seconds of the processor")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
@@ -271,7 +296,8 @@ def main() -> None:
         for tokens in arguments.prompts if "prompts" in arguments.what else ():
             new += measure_prompt(models, tokens, arguments.repeats, clock)
         if "decoding" in arguments.what:
-            new += measure_decoding(models, arguments.batches, 3 * arguments.repeats)
+            rounds = arguments.repeats * (1 if arguments.in_a_row else 3)
+            new += measure_decoding(models, arguments.batches, rounds, arguments.in_a_row)
     if "memory" in arguments.what:
         with tempfile.TemporaryDirectory() as own:
             folder = arguments.keep or Path(own)
