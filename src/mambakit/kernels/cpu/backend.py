@@ -38,7 +38,7 @@ def why_not_auto(operation: str, tensors: Sequence[Tensor | None]) -> str | None
     if weight.dtype == torch.float32:
         return None if torch_is_narrower() else "torch's products of many rows are faster"
     if weight.dtype == torch.bfloat16:
-        slower = torch_is_wider() or (instruction_set == "neon" and extension != "bf16")
+        slower = torch_is_wider() or (instruction_set == "neon" and extension in ("none", "vnni"))
     else:
         slower = instruction_set == "neon" and extension == "none"
     if not slower:

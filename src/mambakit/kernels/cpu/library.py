@@ -20,7 +20,7 @@ from mambakit.kernels.cpu.structs import Struct, difference
 # In order of preference.
 INSTRUCTION_SETS = ("avx512", "avx2", "neon", "plain")
 # What a processor may have beyond them, each including those before it: `mk_extension` of csrc/extension.h.
-EXTENSIONS = ("none", "vnni", "bf16")
+EXTENSIONS = ("none", "vnni", "bf16", "i8mm")
 # For prompts, beside the best of those with avx512: `mk_tiles` there. What is emulated is for tests and never chosen.
 TILES = ("none", "amx-emulated", "amx")
 # What a kernel returns if it could not do its work: `mk_status` of csrc/threads.h.

@@ -7,8 +7,8 @@
 #include "x86.h"
 
 // Each includes those before it: int8 products (AVX-512 VNNI or AVX-VNNI, Arm's dot products), bfloat16 products (AVX-512
-// BF16, Arm's BF16).
-enum mk_extension : int32_t { MK_NO_EXTENSION, MK_VNNI, MK_BF16 };
+// BF16, Arm's BF16), int8 products of two rows with two (Arm's I8MM).
+enum mk_extension : int32_t { MK_NO_EXTENSION, MK_VNNI, MK_BF16, MK_I8MM };
 
 // Set once at load (library.cpp), to at most what mk_extension_of_<instruction set>() answers.
 extern int32_t mk_extension_in_use;

@@ -96,6 +96,7 @@ struct Bfloat16DotNative : Bfloat16Dot {
 #define MK_KNOWS_DOTS ".arch armv8.2-a+dotprod\n\t"
 #endif
 #define MK_KNOWS_BF16 ".arch_extension bf16\n\t"
+#define MK_KNOWS_I8MM ".arch_extension i8mm\n\t"
 
 struct Int8DotNeon : Int8Dot {
     MK_INLINE vi add(vi sum, vi w, vi x) {

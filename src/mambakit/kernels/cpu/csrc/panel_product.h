@@ -5,6 +5,7 @@
 // Sums of integers are those of narrow_product.h to the last digit, those of bfloat16 are in another order.
 #pragma once
 
+#include "pair_product.h"
 #include "quad_product.h"
 #include "small_gemm.h"
 #if defined(__SSE2__)
@@ -14,8 +15,8 @@
 namespace MK_ISA {
 
 // Rows of x from which turning pays with long vectors: always, for weights of eight bits, and for those of four, which are
-// decoded meanwhile.
-constexpr int64_t MANY_ROWS = 96, MANY_INTEGER_ROWS = 24, MANY_CODED_ROWS = 8;
+// decoded meanwhile. Those for pairs are a guess: no processor that has them was there to measure on.
+constexpr int64_t MANY_ROWS = 96, MANY_INTEGER_ROWS = 24, MANY_CODED_ROWS = 8, MANY_PAIRED_ROWS = 16;
 // Rows of x that meet two panels at a time: as many as there are registers for sums. The rest goes by thirds, then singly.
 #if defined(MK_NEON)
 constexpr int PANEL_INPUTS = 12;
@@ -235,6 +236,7 @@ static void multiply_tiles(
 
 // Rows of x from which turning pays.
 static int64_t many_rows(const Matrix& m) {
+    if (m.format != BFLOAT16_NARROW && mk_extension_in_use >= MK_I8MM) return MANY_PAIRED_ROWS;
     if (W < 16) return 48;
     if (m.format == BFLOAT16_NARROW || mk_extension_in_use < MK_VNNI) return MANY_ROWS;
     return m.format == INT4_NARROW ? MANY_CODED_ROWS : MANY_INTEGER_ROWS;
@@ -248,6 +250,9 @@ static void multiply_many(
     if (batch < many_rows(m) || (bfloat16 && !any_order)) return multiply_narrow(m, begin, end, x, batch, to);
 #if defined(MK_X86) && MK_WIDTH == 16
     if (mk_tiles_in_use && batch >= MANY_ROWS) return multiply_tiles(m, begin, end, x, batch, to);
+#endif
+#if defined(MK_NEON)
+    if (!bfloat16 && mk_extension_in_use >= MK_I8MM) return multiply_pairs(m, begin, end, x, batch, to);
 #endif
     if (mk_extension_in_use >= (bfloat16 ? MK_BF16 : MK_VNNI))
         return by_best_dot(m, MK_BODY(auto dot) {
