@@ -2,7 +2,8 @@
 
 Kernels run it at the speed of reading the weights, without gradients. Its plain form is whatever a module does when no
 kernel takes the call. In the narrow formats the rows are rounded too, and multiplied as they are: bfloat16 with sums in
-float32, integers of 8 bits with exact sums. They take any number of rows, the others the few of a step.
+float32, integers of 8 bits with exact sums. They take any number of rows, the others the few of a step, or in float32
+up to `MORE_ROWS` where the backend is faster with so many.
 """
 
 from typing import NamedTuple

@@ -127,7 +127,7 @@ MK_INLINE void multiply_block(const Matrix& m, int64_t row, const Inputs& x, Ahe
     Sums<R, B> sums = {};
     if constexpr (__is_same(Weights, Nf4Weights)) dot_rows_nf4<R, B>(m, row, x, ahead, sums);
     else dot_rows<Weights, R, B>(m, row, 1, x, ahead, sums);
-    // All at once: by themselves they took a third of the time of short rows.
+    // Four at a time: one by one they took a tenth of the time of 64 rows.
     vf4 totals[ceil_div(R * B, FOUR)];
 #pragma GCC unroll 8
     for (int n = 0; n < R * B; n += FOUR) {
